@@ -3,8 +3,8 @@
 python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
 
 Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate that an H100 had in the run of
-2026-11-28, and in 3xTF32 the one that `split_rate` derives from it. All other kernels take their bytes at the share of the
-memory's rate that they had there.
+2026-11-28, in 3xTF32 the one that `split_rate` derives from it, and by warpgroups half of what tensor cores can do. All other
+kernels take their bytes at the share of the memory's rate that they had there.
 """
 
 from collections import Counter
@@ -54,7 +54,10 @@ def split_rate(rate: float, products: float) -> float:
 DIAGONAL = 1.125
 """Tiles of 128 queries, also those that a causal mask cuts, of the half of 1024 x 1024 scores that counts."""
 SPLIT = split_rate(BFLOAT16[0], DIAGONAL), split_rate(BFLOAT16[1], 7 / 5 * DIAGONAL)
+WARPGROUPS = (0.5 * 720e12 / DIAGONAL,) * 2
+"""By warpgroups: half of 720 TFLOP/s, since exponentials and masks leave tensor cores idle. Never measured."""
 ATTENTION = {"float32": FLOAT32, "3xtf32": SPLIT} | dict.fromkeys(HOPPER_WAYS, BFLOAT16)
+ATTENTION["wgmma"] = WARPGROUPS
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
 SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
 """Of the memory's rate, likewise; a copy has 0.85."""

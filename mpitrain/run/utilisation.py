@@ -16,7 +16,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.config import Config
-from mpitrain.errors import MpitrainError
 from mpitrain.files import contents, write_whole
 from mpitrain.machine import process
 from mpitrain.machine.compiling import cache_of
@@ -46,9 +45,10 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
         return lambda step_s: {}
     try:
         work = work_of(job, trainer.parameter_count)
-    except MpitrainError:
-        raise
-    except Exception:  # A plugin's layer may use an array in a way that needs memory.
+    except Exception as error:
+        from mpitrain.run.count.step import why_uncounted
+
+        why_uncounted(error, job)
         return lambda step_s: {}
     every = peak * (axes.ranks - axes.servers)
     return lambda step_s: work.rates(step_s, every)

@@ -354,13 +354,8 @@ def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
     """
     try:
         activations, counts = bytes_needed(job, room, rank)
-    except MpitrainError:
-        raise
     except Exception as error:
-        # An operation or a layer of a plugin may need memory; all else in our own models is a fault.
-        if not isinstance(error, NoAddress) and not MODELS.is_added(job.config.model.kind):
-            raise
-        return StepCounts(problem=f"{type(error).__name__}: {error}")
+        return StepCounts(problem=why_uncounted(error, job))
     if room.needed + activations <= room.free:
         return counts
     micro_batches, rows = job.plan.micro_batches, -(-job.config.batch.size // job.axes.dp)
@@ -377,6 +372,16 @@ def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
         else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
         "fits.",
     )
+
+
+def why_uncounted(error: Exception, job: Job) -> str:
+    """Return the words of an error in counting for which training may go on: an operation or a layer
+    of a plugin may need memory. All else in our own models is a fault, and is raised again.
+    """
+    of_plugin = isinstance(error, NoAddress) or MODELS.is_added(job.config.model.kind)
+    if isinstance(error, MpitrainError) or not of_plugin:
+        raise error
+    return f"{type(error).__name__}: {error}"
 
 
 def _savings(config: Config) -> str:

@@ -15,6 +15,7 @@ from mpitrain.ops.device import device_for
 from mpitrain.ops.host import layers
 from mpitrain.run import utilisation as measuring
 from mpitrain.run.build import build
+from mpitrain.run.count import step
 from mpitrain.run.utilisation import StepFlops, gemm_peak, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
@@ -211,6 +212,21 @@ def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path
     assert first["uncounted"].startswith("NoAddress") and not any("mfu" in line for line in lines)
     (trace,) = read_timeline(tmp_path / "run").traces
     assert "counted_activation_bytes" not in trace.facts
+
+
+@pytest.mark.parametrize("limit", [0, 1e6], ids=["for its rate alone", "for its memory too"])
+def test_a_fault_of_our_own_in_counting_ends_the_job_and_a_plugin_s_does_not(
+    limit, book, tmp_path, monkeypatch
+):
+    def broken(*rest):
+        raise ZeroDivisionError("by counting")
+
+    monkeypatch.setattr(step.Counter, "step", broken)
+    words = [*book, "run.steps=1", "memory.recompute=unit", f"memory.limit_gb={limit}"]
+    with pytest.raises(ZeroDivisionError, match="by counting"):
+        go(1, words)
+    monkeypatch.setattr(type(MODELS), "is_added", lambda table, kind: True)
+    go(1, [*words, f"run.out={tmp_path / 'other'}"])
 
 
 def test_ranks_of_each_gpu_are_counted_and_a_group_without_access_is_named_once(

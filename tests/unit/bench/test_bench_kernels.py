@@ -8,7 +8,14 @@ from click.testing import CliRunner
 
 from mpitrain.cli.bench.collectives import command
 from mpitrain.errors import MpitrainError
-from mpitrain.ops.cuda.tiles import DEFAULT
+from mpitrain.ops.cuda.tiles import (
+    DEFAULT,
+    HOPPER_TILES,
+    TENSOR_TILES,
+    FastestTile,
+    Tiling,
+    read_tiles,
+)
 from mpitrain.tools.bench.kernels import gemm
 from mpitrain.tools.bench.kernels import operations as kernel_operations
 from tests.fakes import cupy, gpu
@@ -111,6 +118,17 @@ def test_a_wrong_product_is_counted_and_fails(monkeypatch):
     words = ("--shapes", "33", "--products", "NT,NT+gelu,TN+sums")
     code, rows, text = bench("gemm", "--device", "cuda-sim", *words)
     assert code == 1 and all(int(row[-1]) > 100 for row in rows), text
+
+
+def test_tiles_of_warpgroups_stand_beside_those_of_other_kernels_in_the_file(tmp_path, monkeypatch):
+    shape, out = ("bfloat16", "NT", 64, 72, 40), tmp_path / "tiles.json"
+    tuned = [Tiling(tile, 1) for tile in (TENSOR_TILES[0], HOPPER_TILES[3], TENSOR_TILES[1])]
+    for tiling in tuned:
+        best = gemm.Tuned(FastestTile(*shape, tiling), 1, 1.0, 1.0, 0)
+        monkeypatch.setattr(gemm, "tune", lambda *rest, best=best: iter([best]))
+        words = "--device", "cuda-sim", "--tune", "--shapes", "64x72x40", "--out", str(out)
+        assert bench("gemm", *words)[0] == 0
+    assert [entry.tiling for entry in read_tiles(out).measured] == [tuned[2], tuned[1]]
 
 
 def test_the_best_tiles_are_written_and_then_taken(tmp_path):

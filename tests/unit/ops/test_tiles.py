@@ -98,6 +98,14 @@ def test_attention_in_float32_goes_to_tensor_cores_where_it_gained_enough(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "takes"), [(500, True), (700, True), (730, False), (2048, False), (1 << 20, False)]
+)
+def test_the_gain_of_the_nearest_number_of_tokens_decides(tokens, takes):
+    gains = [AttentionGain(64, 512, 1.5), AttentionGain(64, 1024, 1.1), AttentionGain(80, 730, 9.0)]
+    assert MeasuredTiles((), by_gain=True, attention=gains).splits_attention(64, tokens) == takes
+
+
+@pytest.mark.parametrize(
     ("gain", "capability", "tensor_cores", "takes"),
     [
         (1.1, 80, "mma", True),
@@ -255,6 +263,8 @@ def test_tiles_to_measure_include_split_sums_for_small_products(capability):
         tilings = worth_measuring(a, 64, 64, 1024, of(capability))
         assert {tiling.tile for tiling in tilings} == {*possible(a, capability)}
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}
+    by_warpgroups = worth_measuring(BRAINS, 64, 64, 1024, of(90), wgmma=True)
+    assert {tiling.tile for tiling in by_warpgroups} == {*HOPPER_TILES}
     long = worth_measuring(FLOATS, 8192, 768, 50257, of(90), True)
     assert {tiling.splits for tiling in long} == {7}
     large = worth_measuring(FLOATS, 8192, 8192, 8192, of(capability))
