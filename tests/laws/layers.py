@@ -232,12 +232,29 @@ def kinds(plain) -> dict[str, Any]:
     }
 
 
+def blocks(plain) -> dict[str, Any]:
+    """What a transformer is made of, each (..., 64) -> (..., 64), with a head of 64 channels: kernels of 16 bits take these."""
+    return {
+        "attention": Sequential(qkv=plain.qkv(64, 1, draw), attention=plain.attention(64, 1)),
+        "mlp": Sequential(a=plain.linear(64, 64, draw, "gelu"), b=plain.linear(64, 64, draw)),
+    }
+
+
+LAWS_OF_BITS = (
+    "law_outputs_stay_until_the_weight_half_and_backward_equals_the_halves",
+    "law_what_belongs_to_the_caller_is_kept_by_nobody",
+    "law_a_recomputed_layer_saves_its_input_alone_and_has_the_same_bits",
+)
+"""Those that hold in 16 bits, too."""
+
+
 def placed(layer, backend: Backend, dtype=np.float64):
     """(weights, gradients, {name: weight}, {name: Gradient}) of one layer, in the backend's memory."""
     weights, gradients, arrays, slots = place([Unit("layer", layer)], 1, dtype)
     there = {name: backend.from_host(array) for name, array in arrays.items()}
+    sums = np.promote_types(dtype, np.float32)
     for slot in slots.values():
-        slot.array = backend.from_host(slot.array)
+        slot.array = backend.from_host(slot.array.astype(sums))
     replace = {id(array): there[name] for name, array in arrays.items()}
     return _mapped(weights["layer"], replace), gradients["layer"], there, slots
 
@@ -256,20 +273,30 @@ def numbers(seed, *shape):
 class LayerLaws:
     """A law is a function of a set of constructors and a backend."""
 
+    def __init__(self, kinds=kinds, width=WIDTH, dtype=np.float64):
+        """dtype: in which layers compute; their gradients have 32 bits at least."""
+        self.kinds, self._width, self._dtype = kinds, width, dtype
+
+    def _placed(self, layer, backend):
+        return placed(layer, backend, self._dtype)
+
+    def _numbers(self, seed):
+        return numbers(seed, 2, 5, self._width).astype(self._dtype)
+
     def law_outputs_stay_until_the_weight_half_and_backward_equals_the_halves(
         self, plain: Plain, backend: Backend
     ):
         watched = watched_plain(plain, backend)
-        for name, kind in kinds(watched).items():
+        for name, kind in self.kinds(watched).items():
             for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
                 found = []
                 for way in (_both_halves, backward):
-                    weights, gradients, _, slots = placed(layer, backend)
+                    weights, gradients, _, slots = self._placed(layer, backend)
                     arena = backend.arena()
                     _, saved = layer.forward(
-                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), NOW, arena
+                        weights, backend.from_host(self._numbers(3)), NOW, arena
                     )
-                    dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dy = backend.from_host(self._numbers(4))
                     dx = _noted(lambda: way(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
                     found.append(
                         [
@@ -285,21 +312,21 @@ class LayerLaws:
         self, plain: Plain, backend: Backend
     ):
         """A device sums a bias in another order where the product of its weight does not do so."""
-        for name, layer in kinds(plain).items():
+        for name, layer in self.kinds(plain).items():
             names = [f"layer.{parameter.name}" for parameter in layer.parameters()]
             for way in (_both_halves, backward):
                 found = {}
                 for frozen in (None, *names):
-                    weights, gradients, _, slots = placed(layer, backend)
+                    weights, gradients, _, slots = self._placed(layer, backend)
                     if frozen:
                         _, *path, last = frozen.split(".")
                         node = gradients
                         for step in path:
                             node = node[step]
                         del node[last]
-                    arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                    arena, x = backend.arena(), backend.from_host(self._numbers(3))
                     _, saved = layer.forward(weights, x, NOW, arena)
-                    dy = backend.from_host(numbers(4, 2, 5, WIDTH))
+                    dy = backend.from_host(self._numbers(4))
                     dx = way(layer, weights, dy, saved, gradients, arena)
                     assert [not slot.filled for slot in slots.values()] == [
                         one == frozen for one in slots
@@ -337,14 +364,14 @@ class LayerLaws:
 
     def law_what_belongs_to_the_caller_is_kept_by_nobody(self, plain: Plain, backend: Backend):
         """A free output and every dx are spoilt as soon as they are returned; what comes later must not see it."""
-        for name, kind in kinds(plain).items():
+        for name, kind in self.kinds(plain).items():
             for layer in (kind, plain.residual(kind)):
                 found = {}
                 for spoil in (False, True):
-                    weights, gradients, _, slots = placed(layer, backend)
-                    arena, dy = backend.arena(), backend.from_host(numbers(4, 2, 5, WIDTH))
+                    weights, gradients, _, slots = self._placed(layer, backend)
+                    arena, dy = backend.arena(), backend.from_host(self._numbers(4))
                     y, saved = layer.forward(
-                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), NOW, arena
+                        weights, backend.from_host(self._numbers(3)), NOW, arena
                     )
                     if spoil and layer.output_is_free:
                         y.fill(np.nan)
@@ -364,12 +391,12 @@ class LayerLaws:
         found = []
         for constructors in (plain, Wrapping(plain, Unfused)):
             found.append({})
-            for name, kind in kinds(constructors).items():
+            for name, kind in self.kinds(constructors).items():
                 for depth, layer in enumerate((kind, constructors.residual(kind))):
-                    weights, gradients, _, slots = placed(layer, backend)
-                    arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                    weights, gradients, _, slots = self._placed(layer, backend)
+                    arena, x = backend.arena(), backend.from_host(self._numbers(3))
                     y, saved = layer.forward(weights, x, NOW, arena)
-                    y, dy = backend.to_host(y).copy(), backend.from_host(numbers(4, 2, 5, WIDTH))
+                    y, dy = backend.to_host(y).copy(), backend.from_host(self._numbers(4))
                     dx = _both_halves(layer, weights, dy, saved, gradients, arena)
                     arrays = (dx, *(slot.array for slot in slots.values()))
                     found[-1][name, depth] = [y, *map(backend.to_host, arrays)]
@@ -379,19 +406,16 @@ class LayerLaws:
     def law_a_recomputed_layer_saves_its_input_alone_and_has_the_same_bits(
         self, plain: Plain, backend: Backend
     ):
-        for name, kind in kinds(plain).items():
+        for name, kind in self.kinds(plain).items():
             for inner in (kind, plain.residual(kind)):
                 found = []
                 for layer in (inner, Recomputed(inner)):
                     for way in (_both_halves, backward):
-                        weights, gradients, _, slots = placed(layer, backend)
-                        arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
+                        weights, gradients, _, slots = self._placed(layer, backend)
+                        arena, x = backend.arena(), backend.from_host(self._numbers(3))
                         y, saved = layer.forward(weights, x, NOW, arena)
                         assert layer is inner or saved[0] is x, name
-                        y, dy = (
-                            backend.to_host(y).copy(),
-                            backend.from_host(numbers(4, 2, 5, WIDTH)),
-                        )
+                        y, dy = (backend.to_host(y).copy(), backend.from_host(self._numbers(4)))
                         dx = way(layer, weights, dy, saved, gradients, arena)
                         arrays = (dx, *(slot.array for slot in slots.values()))
                         found.append([y, *(backend.to_host(array).copy() for array in arrays)])
@@ -400,7 +424,7 @@ class LayerLaws:
                     assert all(map(np.array_equal, found[0], other)), name
 
     def law_a_shortcut_has_the_gradient_of_its_sum(self, plain: Plain, backend: Backend):
-        for name, kind in kinds(plain).items():
+        for name, kind in self.kinds(plain).items():
             for layer in (kind, plain.residual(kind), plain.residual(plain.residual(kind))):
                 _noted(lambda: _assert_gradient(layer, backend), name)  # noqa: B023
 

@@ -1,7 +1,7 @@
 """Layers and whole models on the simulator: what the CPU body computes."""
 
 import sys
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,10 +15,12 @@ from mpitrain.machine.backend import SimulatorBackend
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
+from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda.tiles import MeasuredTiles
 from mpitrain.ops.device import ops_for
 from tests.cases.numbers import numbers
 from tests.fakes import cupy, gpu
-from tests.laws.layers import LayerLaws
+from tests.laws.layers import LAWS_OF_BITS, LayerLaws, blocks
 from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
 from tests.laws.vocabulary import VocabularyLaws
@@ -35,6 +37,26 @@ def simulated():
 def test_operations_on_the_simulator_obey(law):
     """In float32: layers have float64, and so have the cases of the kernels."""
     getattr(OperationLaws(dtypes=["float32"]), law)(simulated(), SimulatorBackend())
+
+
+@pytest.mark.parametrize("law", LAWS_OF_BITS)
+def test_layers_on_hopper_s_warpgroups_obey(law, monkeypatch):
+    """They are launched: with heads of 64 channels and rows of whole 16 bytes nothing else multiplies."""
+    kernels, names, table = Kernels(Simulator()), set(), MeasuredTiles(wgmma=True)
+    launch = kernels.launch
+
+    def noted(name, grid, *rest, **more):
+        if all(grid):
+            names.add(name)
+        return launch(name, grid, *rest, **more)
+
+    monkeypatch.setattr(kernels, "launch", noted)
+    ops = bodies.cuda(kernels, partial(product.gemm, table=table), tensor_cores="wgmma")
+    laws = LayerLaws(blocks, 64, np.dtype("bfloat16"))
+    getattr(laws, law)(Plain(ops), SimulatorBackend())
+    of_hopper = {name for name in names if "hopper" in name}
+    assert {"gemm_hopper", "attention_hopper", "attention_hopper_backward"} <= of_hopper
+    assert names - of_hopper == {"attention_dots", "add"}
 
 
 @pytest.mark.parametrize("law", laws_of(VocabularyLaws))
