@@ -417,7 +417,7 @@ def _are_side_by_side(q: Any, kv: Any) -> bool:
     return q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """An attention with its kernels: what each of its launches takes."""
 
     kernels: Any
@@ -456,11 +456,15 @@ class Call(NamedTuple):
         return q, kv
 
 
-def _called(kernels: Any, q: Any, kv: Any, heads: int, other: Any, drops: bool, seen: Seen) -> Call:
-    return Call(kernels, choose(kernels, q, kv, heads, other, drops, seen), q, kv, heads, seen)
+def _called(
+    kernels: Any, q: Any, kv: Any, heads: int, other: Any, drops: bool, seen: Seen
+) -> AttentionCall:
+    return AttentionCall(
+        kernels, choose(kernels, q, kv, heads, other, drops, seen), q, kv, heads, seen
+    )
 
 
-def _launch(call: Call, half: str, arrays: tuple) -> None:
+def _launch(call: AttentionCall, half: str, arrays: tuple) -> None:
     """Launch the forward or a half of the backward.
 
     arrays  those after q and kv
@@ -482,7 +486,7 @@ def _launch(call: Call, half: str, arrays: tuple) -> None:
     )
 
 
-def _launch_hopper(call: Call, y: Any, log_sums: Any) -> None:
+def _launch_hopper(call: AttentionCall, y: Any, log_sums: Any) -> None:
     """Launch the forward by warpgroups, whose blocks go on with the next queries."""
     chosen, engine, (batch, count, _) = call.chosen, call.kernels.engine, call.q.shape
     maps = (engine.tensor_map(each, chosen.tile) for each in (call.q, call.kv))
@@ -499,7 +503,7 @@ def _launch_hopper(call: Call, y: Any, log_sums: Any) -> None:
 
 
 def _launch_hopper_backward(
-    call: Call, dy: Any, log_sums: Any, dots: Any, dq: Any, dkv: Any, arena: Any
+    call: AttentionCall, dy: Any, log_sums: Any, dots: Any, dq: Any, dkv: Any, arena: Any
 ) -> None:
     """Launch the backward by warpgroups: one kernel for all products, and the sum of the parts of dq."""
     chosen, engine, (batch, count, width) = call.chosen, call.kernels.engine, call.q.shape
