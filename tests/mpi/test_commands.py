@@ -66,8 +66,8 @@ def losses(folder):
     return {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records(folder) if "loss" in r}
 
 
-@pytest.mark.parametrize("ranks", (1, 3))
-def test_a_run_leaves_what_it_promises(ranks, tmp_path):
+def test_a_run_leaves_what_it_promises(tmp_path):
+    ranks = 3
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The "}\n{"prompt": "x"}\n')
     several = ["generate", "run", "--prompts", "prompts.jsonl", "--tokens", "20", "--json"]
     calls = [
@@ -177,8 +177,8 @@ def interrupted(ranks, settings, begins, stop, folder):
     return run.returncode, said
 
 
-@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (3, signal.SIGTERM)])
-def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(ranks, number, tmp_path):
+def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(tmp_path):
+    ranks, number = 3, signal.SIGTERM
     many = [*TINY, *sets(run__steps=30)]
     code, said = interrupted(ranks, many, "step  3/", lambda run: run.send_signal(number), tmp_path)
     assert code == 85, said

@@ -67,6 +67,9 @@ CONTEXTS = (
 )
 
 
+ALL = LAYOUTS + CONTEXTS
+
+
 def unlike(logits, k, before, arena):
     """All tokens choose expert 2 first, and none chooses expert 1."""
     logits += np.array([0, -9, 9, 0])
@@ -76,9 +79,9 @@ def unlike(logits, k, before, arena):
 @pytest.mark.parametrize(
     "settings, chosen, layouts",
     [
-        (("model.kind=llama",), choose, (*LAYOUTS, *CONTEXTS)),
-        (("model.capacity=0.6", "model.router=before", "model.shared=8"), choose, LAYOUTS[::2]),
-        (("model.top_k=1", "model.dropout=0.25", "model.balance=0.0"), unlike, LAYOUTS[1::2]),
+        (("model.kind=llama",), choose, ALL),
+        (("model.capacity=0.6", "model.router=before", "model.shared=8"), choose, ALL[::2]),
+        (("model.top_k=1", "model.dropout=0.25", "model.balance=0.0"), unlike, ALL[1::2]),
     ],
     ids=["llama", "capacity", "all choose one"],
 )
