@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -86,9 +86,14 @@ class Notices:
                 self._written = latest
 
     def refused_behind(self, call: Call) -> int:
-        """Return how often this rank has refused a call behind the last one before `call`."""
+        """Return how often this rank has refused a call in the place of this one."""
         number, times = self._refused
         return times if number == call.number - 1 else 0
+
+    def write_corrected(self, call: Call) -> None:
+        """Tell the other ranks, if this one has refused a call in the place of this one, that it makes it now."""
+        if self.refused_behind(call):
+            start(partial(self.write, call))
 
     def write_failure(self, call: Call) -> None:
         """Tell the other ranks that the group has failed, or a call is refused; does not wait for the store."""
@@ -173,20 +178,21 @@ class Comparison:
 
     def check_failures(self, call: Call, me: int, members: Sequence[int]) -> None:
         """Raise an error if the group has failed on another rank, or that has refused the call; arguments as of `check`."""
-        here = self._notices.refused_behind(call)
+        here, why = self._notices.refused_behind(call), ""
         for rank, said in enumerate(self.said or ()):
-            # All ranks may have refused a call alike, and then made another one.
-            if said.refused and said.number == call.number - 1 and said.refused > here:
-                raise CommError(
-                    f"rank {members[me]}: {call} cannot end, since rank {members[rank]} has refused it: {said.failure}",
-                    "Look at that rank first.",
-                )
-            if said.failure and not said.refused and said.number <= call.number and rank != me:
-                raise CommError(
-                    f"rank {members[me]}: {call} cannot end, since this process group has failed on rank "
-                    f"{members[rank]}: {said.failure}",
-                    "Look at that rank first.",
-                )
+            member = f"rank {members[rank]}"
+            text = said.failure.removeprefix(f"{member}: ")
+            if said.refused:
+                # All ranks may have refused a call alike, and then made another one.
+                if said.number == call.number - 1 and said.refused > here:
+                    why = f"{member} has refused it: {text}"
+                    break  # The groups of other ranks may have failed because of it.
+            elif said.failure and said.number <= call.number and rank != me and not why:
+                why = f"this process group has failed on {member}: {text}"
+        if why:
+            raise CommError(
+                f"rank {members[me]}: {call} cannot end, since {why}", "Look at that rank first."
+            )
 
     def absent(self, call: Call) -> str:
         """Return who has not made a call that is late, as text."""

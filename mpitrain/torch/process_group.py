@@ -414,6 +414,7 @@ class ProcessGroup(dist.ProcessGroup):
                 awaited.is_alone, look, due = False, None, now + SLOW
             return False
 
+        self._notices.write_corrected(call)
         if not is_done():
             # That of the GPU knows when the device, not a message, is awaited.
             is_on_gpu = call.stream is not None and self._gpu and self._gpu.carries
