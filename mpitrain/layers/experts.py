@@ -198,10 +198,11 @@ class Experts:
         own = [run.start for run in tokens.runs(tokens.chunks)]
         load = self.ops.count_choices(chosen, keys.experts, sequences, len(own), arena)
         length = len(chosen) // max(1, sequences) * tokens.ranks
-        if not trains:
+        every = self.layers.all_tokens(load, arena) if trains else load
+        # Where a step is only counted, the numbers of no other rank are known.
+        if not trains or not has_memory(every):
             return load, load, 0, len(own) - 1, length
         capacity = max(1, int(keys.capacity * length * keys.top_k / keys.experts))
-        every = self.layers.all_tokens(load, arena)
         return load, every, own[0], own[-1], capacity if keys.capacity else length
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:

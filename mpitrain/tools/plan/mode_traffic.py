@@ -1,7 +1,8 @@
 """The bytes that the busiest rank sends to other replicas in a step, by mode: in words and numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -177,11 +178,14 @@ def sharded(facts: RankFacts, travelled: Travelled) -> float | None:
         return None
     n = axes.copies
     s = divisor(axes, facts.hosts, facts.config.replication.shard)
+    between = 2 * (n // s - 1) * storage.length / n * storage.dtype.itemsize
+    return _bytes_of(facts, elements) * (s - 1) / s + between
+
+
+def _bytes_of(facts: RankFacts, elements: tuple[float, float]) -> float:
+    """Return the bytes of elements that are reduce-scattered, and of those that are all-gathered."""
     summed, gathered = elements
-    between = 2 * (n // s - 1) * storage.length / n
-    return (summed * storage.dtype.itemsize + gathered * facts.computed.itemsize) * (
-        s - 1
-    ) / s + between * storage.dtype.itemsize
+    return summed * facts.storage.dtype.itemsize + gathered * facts.computed.itemsize
 
 
 def of_partial_sums(facts: RankFacts) -> int:
@@ -201,17 +205,32 @@ def of_replicas(facts: RankFacts) -> float | None:
     travelled = {1: once, 2: by_micro_batch, 3: by_use}.get(replication.zero)
     if travelled and axes.ep == 1:
         return sharded(facts, travelled)
-    at, spans = axes.coords(facts.rank), storage.spans
-    of_experts = sum(span.stop - span.start for span in spans if span.holders == EXPERTS)
-    groups = [(at.dp * axes.cp + at.cp, axes.copies, storage.length - of_experts)]
-    groups += [(at.dp // axes.ep * axes.cp + at.cp, axes.copies // axes.ep, of_experts)]
-    if not travelled:
-        return sum(sent_in_ring(*group) for group in groups) * storage.dtype.itemsize
-    if replication.zero == 3 or replication.shard != "all":
+    if travelled and replication.shard != "all":
         return None
-    summed, gathered = travelled(facts) or (0, 0)
-    nbytes = summed * storage.dtype.itemsize + gathered * facts.computed.itemsize
-    return nbytes / storage.length * sum(count * (n - 1) / n for _, n, count in groups)
+    at, nbytes = axes.coords(facts.rank), 0.0
+    for ep, of_experts in ((1, False), (axes.ep, True)):
+        own, n = facts._replace(storage=_part(storage, of_experts)), axes.copies // ep
+        elements = travelled(own) if travelled else None
+        if travelled and elements is None:
+            return None
+        if elements:
+            nbytes += _bytes_of(own, elements) * (n - 1) / n
+        else:
+            index = at.dp // ep * axes.cp + at.cp
+            nbytes += sent_in_ring(index, n, own.storage.length) * storage.dtype.itemsize
+    return nbytes
+
+
+def _part(storage: Storage, of_experts: bool) -> Any:
+    """Return what formulas read of a storage, of the tensors of experts alone or without them."""
+
+    def own(spans: Iterable[Span]) -> list[Span]:
+        return [span for span in spans if (span.holders == EXPERTS) == of_experts]
+
+    spans, frozen = own(storage.spans), SimpleNamespace(spans=own(storage.frozen.spans))
+    length = sum(span.stop - span.start for span in spans)
+    facts = {"length": length, "dtype": storage.dtype, "units": storage.units}
+    return SimpleNamespace(spans=spans, frozen=frozen, **facts)
 
 
 def sent_to_agree(rank: int, ranks: int, experts: int = 0) -> int:

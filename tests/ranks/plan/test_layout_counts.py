@@ -2,6 +2,8 @@
 
 import pytest
 
+from mpitrain.ops.host import experts as host
+from mpitrain.ops.reference.experts import choose
 from mpitrain.run.build import build
 from mpitrain.tools.plan.layout import ParallelLayout, Planner
 from mpitrain.tools.plan.mode_traffic import CONTROL, CONTROL_ITEM
@@ -15,6 +17,7 @@ RINGS = ["replication.algorithm=ring", "layout.algorithm=ring", "device.kind=cpu
 def held_and_sent(transport, config):
     trainer, source, _ = build(transport, config)
     for step in range(2):
+        trainer.replica.sync()  # all-gathers of the step before may be under way
         before = transport.traffic.nbytes
         trainer.step(step, *trainer.replica.batch(source, step))
     trainer.replica.sync()
@@ -82,3 +85,18 @@ def test_memory_and_tokens_of_an_unlucky_rank_are_those_of_a_real_one(settings):
     assert plan.predict(chosen).nbytes == held[0] > held[1]
     assert plan.tokens_sent(chosen) == tokens[0]
     assert plan.sent(chosen) == sent[0]
+
+
+@pytest.mark.parametrize("zero, cp", [(0, 2), (1, 1), (2, 1), (3, 1), (3, 2)])
+def test_bytes_are_those_of_real_ranks_with_experts_that_zero_shards(zero, cp, monkeypatch):
+    """All tokens choose the experts of the first rank, so that its replica sends twice the mean."""
+
+    def first(logits, *arguments):
+        return choose(0 * logits, *arguments)
+
+    monkeypatch.setattr(host, "choose", first, raising=False)
+    experts = ["model.experts=4", "model.top_k=2", "model.balance=0.0"]
+    given = configured("batch.size=8", *(f"model.{key}" for key in JOB), *RINGS, *experts)
+    chosen = ParallelLayout(4 // cp, 1, 1, zero, 2, "unit", cp, 2)
+    _, sent = zip(*run_ranks(4, held_and_sent, chosen.of(given)), strict=True)
+    assert Planner(given, ["a"] * 4, 1e9, 1e9, imbalance=2.0).sent(chosen) == max(sent)
