@@ -47,6 +47,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
         rings.tensor_parts,
     ),
     "attention_hopper": (hopper.hopper_attentions,),
+    "attention_hopper_backward": (hopper.hopper_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "tensor_steps": (training.steps, tensor_steps.tensor_steps),
