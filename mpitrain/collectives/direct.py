@@ -333,14 +333,14 @@ class Native(Reduction):
         agreed: Agreed,
         arithmetic: Arithmetic,
     ):
-        self._at_once, self._begin = bind_native_all_reduce(transport, array, op)
+        self._native = bind_native_all_reduce(transport, array, op)
         self._request: Request
 
     def _run(self) -> None:
-        self._at_once()
+        self._native.run()
 
     def _start(self) -> None:
-        self._request = self._begin()
+        self._request = self._native.start()
 
     def _advance(self) -> bool:
         return self._request.test()

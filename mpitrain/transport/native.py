@@ -1,7 +1,7 @@
 """The MPI library's own collectives: peers in measurements, and the all-reduce of algorithm "native"."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,13 +42,19 @@ def native_dtypes(transport: Transport) -> Sequence[str]:
     return OF_THREADS if isinstance(_host(transport), ThreadTransport) else REDUCED
 
 
-def bind_native_all_reduce(
-    transport: Transport, array: Any, op: str = "add"
-) -> tuple[Callable[[], None], Callable[[], Request]]:
-    """Return the MPI library's own all-reduce of an array, in place, as two collective functions.
+class NativeAllReduce(NamedTuple):
+    """The library's own all-reduce of an array, in place.
 
-    The first runs it. The second begins it, as MPI_Iallreduce, and is non-blocking only for an array
-    in host memory.
+    run    runs it. Collective
+    start  begins it, as MPI_Iallreduce. Collective; non-blocking only for an array in host memory
+    """
+
+    run: Callable[[], None]
+    start: Callable[[], Request]
+
+
+def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> NativeAllReduce:
+    """Return the MPI library's own all-reduce of an array.
 
     array   contiguous, with a dtype in `native_dtypes`
     op      as in `Group.bind`
@@ -81,13 +87,12 @@ def bind_native_all_reduce(
             note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
         return starting(array, note)
 
-    return run, start
+    return NativeAllReduce(run, start)
 
 
 def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
     """Bind and run the library's own all-reduce of an array. Collective."""
-    run, _ = bind_native_all_reduce(transport, array, op)
-    run()
+    bind_native_all_reduce(transport, array, op).run()
 
 
 def _host(transport: Transport) -> Any:
