@@ -9,10 +9,7 @@ Calls run in their order (calls.py). A message of `send` or `recv` starts at onc
 """
 
 import inspect
-import sys
-import sysconfig
 import time
-import traceback
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +31,12 @@ from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.selection.tuning import read_tuning
-from mpitrain.errors import CommError, ConfigError, PeerLost, say
+from mpitrain.errors import CommError, ConfigError, PeerLost
 from mpitrain.machine import process
 from mpitrain.torch import gpu
 from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
 from mpitrain.torch.comparison import ANSWER, DESTROY, Comparison, Notices
-from mpitrain.torch.store import world
+from mpitrain.torch.store import checked_launch, world
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport
 
 Op = dist.ReduceOp
@@ -115,34 +112,15 @@ TRACED: list[Transport] = []
 
 
 def connected() -> Transport:
-    """Return the transport over all ranks; where another launcher than MPI's started them, say so and exit.
-
-    Their tracebacks would hide the message between those that such a launcher prints itself.
-    """
-    try:
+    """Return the transport over all ranks."""
+    with checked_launch():
         transport = world()
         if transport.size == 1 and {*process.environment()} >= BY_ACCELERATE:
             raise ConfigError(
                 "`accelerate launch` was asked for several processes, but has started this one alone.",
                 f"Type `mpitrain launch -n 4 -- {process.own_command()}`; accelerate finds the ranks.",
             ).on_every_rank()
-    except ConfigError as error:
-        if not error.agreed:
-            raise
-        say(f"{error.named()}\n{own_line()}")
-        sys.exit(error.exit_code)
-    return transport
-
-
-def own_line() -> str:
-    """Return the line of the user's program that runs, as in a traceback."""
-    paths = sysconfig.get_paths()
-    packages = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), PACKAGE, "<frozen ")
-    own = [f for f in traceback.extract_stack() if not f.filename.startswith(packages)]
-    return "".join(traceback.format_list(own[-1:])).rstrip()
-
-
-PACKAGE = str(Path(__file__).parents[1])
+        return transport
 
 
 def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":

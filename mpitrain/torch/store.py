@@ -6,19 +6,22 @@ opened. A request and its answer are a message with the length, then one with th
 
 import atexit
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from mpitrain.errors import ConfigError, PeerLost
+from mpitrain.errors import ConfigError, PeerLost, say
 from mpitrain.machine import process
 from mpitrain.transport import ulfm
 from mpitrain.transport.base import Request, Transport
@@ -27,6 +30,32 @@ from mpitrain.transport.objects import recv_bytes, send_object, start_send_objec
 
 LONGEST_PAUSE = 5e-3
 """Seconds between two looks of a rank that waits for a key, and of rank 0 for a request."""
+
+
+@contextmanager
+def checked_launch() -> Iterator[None]:
+    """A context in which a wrong launcher is said with the line of the program, and ends it with exit code 2.
+
+    The tracebacks of all processes would hide the message between those that such a launcher prints itself.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not error.agreed:
+            raise
+        say(f"{error.named()}\n{own_line()}")
+        sys.exit(error.exit_code)
+
+
+def own_line() -> str:
+    """Return the line of the user's program that runs, as in a traceback."""
+    paths = sysconfig.get_paths()
+    packages = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), PACKAGE, "<frozen ")
+    own = [f for f in traceback.extract_stack() if not f.filename.startswith(packages)]
+    return "".join(traceback.format_list(own[-1:])).rstrip()
+
+
+PACKAGE = str(Path(__file__).parents[1])
 
 
 @cache
@@ -253,10 +282,12 @@ def rendezvous_by_mpi() -> None:
         is_by_torchrun = process.launched().launcher == "torchrun"
         names_others = int(process.environment().get("WORLD_SIZE", "1")) > 1
         # Such a process may be alone for MPI: `world` refuses it, where another launcher started several.
-        if is_by_torchrun or (names_others and join_world("multiple").size == 1):
+        with checked_launch():
+            is_foreign = is_by_torchrun or (names_others and join_world("multiple").size == 1)
+            transport = None if is_foreign else world()
+        if transport is None:
             yield from by_environment(url, timeout, **options)
             return
-        transport = world()
         if transport.size == 1 and sys.stderr.isatty():
             print(
                 "mpitrain: this is the only rank; start several with `mpirun -n 4 python ...`.",
