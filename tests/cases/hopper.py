@@ -13,7 +13,8 @@ from mpitrain.ops import bodies
 from tests.cases.documents import OFFSETS, check_documents
 from tests.cases.layers import CAPPED, check_attention
 from tests.cases.numbers import assert_close, numbers, stored, values
-from tests.cases.packed import Packed
+from tests.cases.packed import Packed, on
+from tests.cases.rings import check_ring
 
 
 @contextmanager
@@ -62,6 +63,14 @@ def check_extremes(kernels: Kernels, d: int = 64, dtype: str = "bfloat16") -> No
         assert not hit.any() and np.array_equal(y[0], plain[0])
 
 
+def in_a_ring(kernels: Kernels) -> None:
+    """Parts of documents, of which a rank's later queries see no key of the earlier rank."""
+    if kernels.engine.has_wgmma:
+        documents, half = [[100, 420, 40]], "float16"
+        with of_few(kernels, 2):
+            check_ring(on(kernels, half, "wgmma"), 2, (1, 560), 1, 64, None, documents, dtype=half)
+
+
 def hopper_attentions() -> Iterator[Callable]:
     """attention_hopper: ragged lengths, one token, several jobs a block, shared keys, parts, documents and windows."""
     brain = partial(by_warpgroups, check_attention, dtype="bfloat16")
@@ -78,4 +87,5 @@ def hopper_attentions() -> Iterator[Callable]:
         yield partial(packed, rows=[[100, 150, 10]], offset=offset)
     for window in (1, 129):
         yield partial(packed, rows=[[300]], window=window)
+    yield in_a_ring
     yield check_extremes
