@@ -204,7 +204,6 @@ class TopK(Chain):
             transport, everyone, "add", ring.all_gather(rank, n, everyone.size), tag
         )
         super().__init__(
-            transport,
             [LocalReduction(choose), exchange, LocalReduction(add_up)],
             everyone.nbytes + feedback.scratch.nbytes,
         )
@@ -297,7 +296,6 @@ class PowerSgd(Chain):
             for buffer in (left, right)
         ]
         super().__init__(
-            transport,
             [
                 LocalReduction(project),
                 rings[0],
@@ -467,7 +465,5 @@ def bind_coded_all_gather(
             chunk[:] = values[:length]
 
     return Chain(
-        transport,
-        [LocalReduction(encode), bind(coded), LocalReduction(decode)],
-        values.nbytes + coded.nbytes,
+        [LocalReduction(encode), bind(coded), LocalReduction(decode)], values.nbytes + coded.nbytes
     )

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -273,22 +274,20 @@ class StreamOrdered(Reduction):
         self._recorded.start()
         self._step = 0
 
-    def _advance(self) -> bool:
-        return self._go_on(
-            self._has_launched, self._has_posted, self._has_computed, self._have_all_ended
-        )
+    def _go_on(self, blocks: bool = False) -> bool:
+        steps = self._has_launched, self._has_posted, self._has_computed, self._have_all_ended
+        if blocks:
+            self._transport.wait_until(partial(self._do, *steps), what=self)
+        return self._do(*steps)
 
     def _follow(self) -> bool:
-        return self._go_on(self._has_launched, self._has_entered, self._has_followed)
+        return self._do(self._has_launched, self._has_entered, self._has_followed)
 
-    def _go_on(self, *steps: Callable[[], bool]) -> bool:
+    def _do(self, *steps: Callable[[], bool]) -> bool:
         """Do the steps that are left, as far as they return True; return whether all have."""
         while self._step < len(steps) and steps[self._step]():
             self._step += 1
         return self._step == len(steps)
-
-    def _finish(self) -> None:
-        self._transport.wait_until(self._advance, what=self)
 
     def __str__(self) -> str:
         return f"{self._recorded}{self._launched}{named(self._ends)}" or "the work of this GPU"

@@ -13,8 +13,7 @@ sums its own elements of chunk r first, then the elements of ranks r + 1, r + 2 
 reduce-scatter and then an all-gather give the bits of the all-reduce.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 from typing import Any
@@ -73,7 +72,7 @@ class SharedMemory(Reduction):
         turns: Sequence[Sequence[Phase]],
     ):
         self._transport, self._combine, self._tag = transport, by_numpy(array, op), tag
-        self._turns, self._left = cycle(turns), deque[Phase]()
+        self._turns = cycle(turns)
 
     @cached_property
     def _meeting(self) -> Execution:
@@ -83,49 +82,33 @@ class SharedMemory(Reduction):
         return Execution(transport, np.empty(0, np.uint8), "add", steps, self._tag)
 
     def _run(self) -> None:
-        self._begin()
-        while self._left:
+        for _ in self._phases():
             self._transport.barrier()
-            self._work()
 
-    def _start(self) -> None:
-        self._begin()
-        self._meeting.start()
+    def _steps(self) -> Iterator[Request]:
+        for _ in self._phases():
+            self._meeting.start()
+            yield self._meeting
 
-    def _advance(self) -> bool:
-        while self._left:
-            if not self._meeting.poll():
-                return False
-            self._go_on()
-        return True
-
-    def _finish(self) -> None:
-        while self._left:
-            self._meeting.wait()
-            self._go_on()
-
-    def _begin(self) -> None:
+    def _phases(self) -> Iterator[None]:
+        """Do the phases of a run; yield between two of them, where all ranks must have done the first."""
         if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
             raise CommError(
                 f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
                 "it was split from is closed.",
                 "Close it when all reductions have ended.",
             )
-        self._left = deque(next(self._turns))
-        self._work()
+        for number, phase in enumerate(next(self._turns)):
+            if number:
+                yield
+            self._work(phase)
 
-    def _work(self) -> None:
-        """Do the next phase."""
-        for target, source, is_sum in self._left.popleft():
+    def _work(self, phase: Phase) -> None:
+        for target, source, is_sum in phase:
             if is_sum:
                 self._combine(target, source)
             else:
                 target[:] = source
-
-    def _go_on(self) -> None:
-        self._work()
-        if self._left:
-            self._meeting.start()
 
 
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
@@ -334,16 +317,9 @@ class Native(Reduction):
         arithmetic: Arithmetic,
     ):
         self._native = bind_native_all_reduce(transport, array, op)
-        self._request: Request
 
     def _run(self) -> None:
         self._native.run()
 
-    def _start(self) -> None:
-        self._request = self._native.start()
-
-    def _advance(self) -> bool:
-        return self._request.test()
-
-    def _finish(self) -> None:
-        self._request.wait()
+    def _steps(self) -> Iterator[Request]:
+        yield self._native.start()

@@ -70,7 +70,7 @@ class Routes:
             middle = np.empty_like(incoming, shape=length)
             arrays = (outgoing, incoming), (outgoing, middle), (middle, incoming)
             links = [execution(plan, *ends) for plan, ends in zip(plans, arrays, strict=True)]
-            bound: Reduction = Chain(transport, links)
+            bound: Reduction = Chain(links)
             bound.algorithm = "hierarchical"
         else:
             received = [each[rank] for each in elements]

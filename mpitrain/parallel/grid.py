@@ -313,7 +313,7 @@ class Grid:
                     ).bind(facts)
                     for group in groups
                 ]
-            return Chain(self.transport, links).run
+            return Chain(links).run
 
         def counts(holders: str) -> bool:
             return self.holders.get(holders) is not self.tp or self.counts(holders)

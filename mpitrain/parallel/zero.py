@@ -228,7 +228,7 @@ class Zero1(Replica):
         dividing, alike = self.shards.groups_of(bucket)
         start, stop = chunk_bounds(gradients.size, dividing.size)[dividing.rank]
         scatter = dividing.bind_reduce_scatter(gradients)
-        return Chain(self.grid.copies.transport, (scatter, alike.bind(gradients[start:stop])))
+        return Chain((scatter, alike.bind(gradients[start:stop])))
 
     def divide(self) -> None:
         """Divide all buckets among the ranks of the sharding group; collective."""

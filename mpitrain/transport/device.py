@@ -52,7 +52,12 @@ class UnderWay:
 
 
 class Aside:
-    """The message stream of a device, for a reduction of an array in device memory."""
+    """The message stream of a device, for a reduction of an array in device memory.
+
+    As a Request it has ended when the computation before `begin` has.
+    """
+
+    source = -1
 
     def __init__(self, backend: DeviceBackend, under_way: UnderWay):
         self._backend, self._under_way = backend, under_way
@@ -61,12 +66,12 @@ class Aside:
     def begin(self) -> None:
         """Record an event after the computation launched so far.
 
-        Work on the message stream may start only after this event: when `is_ready` returns True, or
+        Work on the message stream may start only after this event: when `test` returns True, or
         after `wait`.
         """
         self._before = [self._backend.so_far()]
 
-    def is_ready(self) -> bool:
+    def test(self) -> bool:
         """Return whether the computation before `begin` has ended. Never blocks."""
         return self._under_way.ended(self._before)
 

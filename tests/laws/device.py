@@ -93,8 +93,8 @@ class DeviceLaws:
         array += array  # which must have ended before the first message
         reduction = bind(transport, array, algorithm=algorithm)
         reduction.start()
-        while transport.size > 1 and not reduction._posted:
-            reduction.poll()
+        while not reduction.poll() and not reduction._requests:
+            pass
         other += other  # another layer is computed meanwhile
         computing = list(cupy.get_current_stream()._pending)
         transport.wait_until(reduction.poll)

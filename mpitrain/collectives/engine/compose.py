@@ -1,9 +1,9 @@
 """Reductions made of reductions: one after the other, or pipelined."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.transport.base import Transport
+from mpitrain.transport.base import Request, Transport
 
 
 class LocalReduction(Reduction):
@@ -15,21 +15,36 @@ class LocalReduction(Reduction):
     def _start(self) -> None:
         self._work()
 
-    def _advance(self) -> bool:
-        return True
 
-    def _finish(self) -> None:
-        pass
+class Chain(Reduction):
+    """Reductions that run one after the other, as one Reduction.
+
+    scratch  bytes that the links use in addition to their own `scratch_bytes`
+    """
+
+    def __init__(self, links: Sequence[Reduction], scratch: int = 0):
+        self._links = links
+        self.is_messages = all(link.is_messages for link in links)
+        self.scratch_bytes = scratch + sum({id(one): one.scratch_bytes for one in links}.values())
+
+    def _run(self) -> None:
+        for link in self._links:
+            link.run()
+
+    def _steps(self) -> Iterator[Request]:
+        for link in self._links:
+            link.start()
+            yield link
 
 
-class PipelinedChain(Reduction):
+class PipelinedChain(Chain):
     """Several chains as one Reduction: while one chain waits for messages, another one works.
 
     lanes    for each chain, its links: reductions that run one after the other. All chains have the
              same number of links
     width    number of chains in flight at once: chain i starts when chain i - width has ended, and
              may use the scratch and the tags of that chain
-    scratch  bytes that the links use in addition to their own `scratch_bytes`
+    scratch  as of a chain
     """
 
     def __init__(
@@ -39,31 +54,26 @@ class PipelinedChain(Reduction):
         width: int,
         scratch: int = 0,
     ):
+        super().__init__([link for lane in lanes for link in lane], scratch)
         self._transport = transport
         self._lanes, self._width, self._length = lanes, width, len(lanes[0])
         # Each chain has ended this many of its links; -1: the chain has not started.
         self._ended = [self._length] * len(lanes)
         self._first = len(lanes)  # all chains before this one have ended
-        self.is_messages = all(link.is_messages for lane in lanes for link in lane)
-        self.scratch_bytes = scratch + sum(
-            {id(link): link.scratch_bytes for lane in lanes for link in lane}.values()
-        )
+
+    def _run(self) -> None:
+        self._start()
+        self._go_on(blocks=True)
 
     def _start(self) -> None:
         self._ended = [-1] * len(self._lanes)
         self._first = 0
         self._go_on()
 
-    def _advance(self) -> bool:
-        self._go_on()
-        return self._first == len(self._lanes)
-
-    def _finish(self) -> None:
-        # Blocking on one chain would delay the others.
-        self._transport.wait_until(self._advance)
-
-    def _go_on(self) -> None:
-        """Progress all chains without blocking, the oldest chain first."""
+    def _go_on(self, blocks: bool = False) -> bool:
+        """Progress all chains, the oldest one first; blocking on one would delay the others."""
+        if blocks:
+            self._transport.wait_until(self._go_on)
         lane, most = self._first, self._length
         while lane < min(self._first + self._width, len(self._lanes)):
             if self._ended[lane] < 0:
@@ -73,23 +83,9 @@ class PipelinedChain(Reduction):
             most = self._ended[lane]
             self._first += most == self._length
             lane += 1
+        return self._first == len(self._lanes)
 
     def _end_link(self, lane: int) -> None:
         self._ended[lane] += 1
         if self._ended[lane] < self._length:
             self._lanes[lane][self._ended[lane]].start()
-
-
-class Chain(PipelinedChain):
-    """Reductions that run one after the other, as one Reduction."""
-
-    def __init__(self, transport: Transport, links: Sequence[Reduction], scratch: int = 0):
-        super().__init__(transport, [links], 1, scratch)
-
-    def _run(self) -> None:
-        for link in self._lanes[0]:
-            link.run()
-
-    def _finish(self) -> None:
-        while not self._advance():
-            self._lanes[0][self._ended[0]].wait()

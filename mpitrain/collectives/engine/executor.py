@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,8 +78,8 @@ class Reduction:
     """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
     Every run applies the same collective to the present contents of the buffer. A subclass defines
-    `_start`, `_advance` and `_finish`. The base refuses a start before the end of the last run,
-    and records runs and waits in a trace.
+    `_steps`. The base refuses a start before the end of the last run, and records runs and waits in a
+    trace. A reduction is a Request, too, so one may wait for others.
 
     Attributes
     ----------
@@ -119,7 +119,10 @@ class Reduction:
     state: dict[str, np.ndarray] | None = None
     learn: Callable[[np.ndarray], None] | None = None
     exposed: ExposedTime | None = None
+    source = -1
     _is_under_way = False
+    _left: Iterator[Request] = iter(())
+    _awaited: Request | None = None
     # In the trace: no record, until `noted_as` names it.
     _recorder: Recorder = SILENT
     _name = _nbytes = _span = 0
@@ -171,11 +174,13 @@ class Reduction:
         bool
             True once the result is in the buffer, and before the first start.
         """
-        if self._is_under_way and self._advance():
+        if self._is_under_way and self._go_on():
             self._is_under_way = False
             if self._span:
                 self._end_span()
         return not self._is_under_way
+
+    test = poll
 
     def order(self) -> bool:
         """Progress the run as `poll`, for a caller that launches work on a GPU: its host need not wait.
@@ -198,30 +203,37 @@ class Reduction:
         wait = self._recorder.wait(self._name)
         if self._is_under_way:
             with self.exposed or nullcontext():
-                self._finish()
+                self._go_on(blocks=True)
             self._is_under_way = False
         self._recorder.go_on(wait)
         if self._span:
             self._end_span()
 
+    def _steps(self) -> Iterator[Request]:
+        """Do one run; yield each request that must end before the rest of it."""
+        raise NotImplementedError
+
     def _run(self) -> None:
         self._start()
-        self._finish()
+        self._go_on(blocks=True)
 
     def _start(self) -> None:
-        raise NotImplementedError
+        self._left = self._steps()
+        self._awaited = next(self._left, None)
 
-    def _advance(self) -> bool:
-        """Progress the run under way, as `poll`."""
-        raise NotImplementedError
+    def _go_on(self, blocks: bool = False) -> bool:
+        """Progress the run under way as `poll`, or to its end if this may block; return whether it has ended."""
+        while self._awaited is not None:
+            if blocks:
+                self._awaited.wait()
+            elif not self._awaited.test():
+                return False
+            self._awaited = next(self._left, None)
+        return True
 
     def _follow(self) -> bool:
         """Progress the run under way, as `order`."""
-        return self._advance()
-
-    def _finish(self) -> None:
-        """Block until the run under way has ended."""
-        raise NotImplementedError
+        return self._go_on()
 
     def _begin_span(self) -> None:
         self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
@@ -390,79 +402,47 @@ class Execution(Reduction):
     ):
         self._transport, self._combine, self._tag = transport, combining(array, op), tag
         flat = array.reshape(-1)
-        self._steps, scratch = _bound_steps(
+        self._bound, scratch = _bound_steps(
             transport, plan, flat if outgoing is None else outgoing.reshape(-1), flat
         )
         self.scratch_bytes = sum(array.nbytes for array in scratch)
-        self._requests: deque[list[Request]] = deque()
-        self._posted = self._ended = len(self._steps)
+        self._requests: deque[list[Request]] = deque()  # of each step that has begun
         self._aside = aside(transport, array)
 
     def __str__(self) -> str:
         return named(request for requests in self._requests for request in requests)
 
-    def _start(self) -> None:
-        self._posted = self._ended = 0
-        if self._aside is None:
-            self._post()
-        elif self._steps:
+    def _steps(self) -> Iterator[Request]:
+        bound, requests, posted = self._bound, self._requests, 0
+        if self._aside and bound:
             self._aside.begin()
+            yield self._aside
+        for ended, step in enumerate(bound):
+            while posted < len(bound) and bound[posted].after <= ended:
+                requests.append(self._post(bound[posted]))
+                posted += 1
+            yield from requests[0]
+            requests.popleft()
+            for target, received in step.combines:
+                self._combine(target, received)
 
-    def _advance(self) -> bool:
-        if self._aside is None or not self._steps:
-            return self._go_on()
-        if not self._posted and not self._aside.is_ready():
-            return False
-        with self._aside.here():
-            self._post()
-            ended = self._go_on()
-        if ended:
-            self._aside.end()
-        return ended
-
-    def _finish(self) -> None:
-        if self._aside is None or not self._steps:
-            return self._wait_for_steps()
-        self._aside.wait()
-        with self._aside.here():
-            self._post()
-            self._wait_for_steps()
-        return self._aside.end()
-
-    def _go_on(self) -> bool:
-        while self._ended < len(self._steps):
-            for request in self._requests[0]:
-                if not request.test():
-                    return False
-            self._end_step()
-        return True
-
-    def _wait_for_steps(self) -> None:
-        while self._ended < len(self._steps):
-            for request in self._requests[0]:
-                request.wait()
-            self._end_step()
-
-    def _post(self) -> None:
-        """Start the steps that may begin, because enough earlier ones have ended."""
+    def _post(self, step: _BoundStep) -> list[Request]:
+        """Start the messages of a step."""
         transport, tag = self._transport, self._tag
-        while (
-            self._posted < len(self._steps)
-            and (step := self._steps[self._posted]).after <= self._ended
-        ):
-            requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
-            requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
-            for target, source in step.copies:
-                target[...] = source
-            self._requests.append(requests)
-            self._posted += 1
+        requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
+        requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
+        for target, source in step.copies:
+            target[...] = source
+        return requests
 
-    def _end_step(self) -> None:
-        self._requests.popleft()
-        for target, received in self._steps[self._ended].combines:
-            self._combine(target, received)
-        self._ended += 1
-        self._post()
+    def _go_on(self, blocks: bool = False) -> bool:
+        if self._aside is None or not self._bound:
+            return super()._go_on(blocks)
+        with self._aside.here():
+            has_ended = super()._go_on(blocks)
+        if has_ended:
+            self._aside.end()
+        return has_ended
 
 
 def _bound_steps(

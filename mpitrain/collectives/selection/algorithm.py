@@ -90,7 +90,7 @@ def of_plans(
             Execution(transport, array, op, plan, agreed.tag, combining=arithmetic.combining)
             for plan in plans(transport.rank, transport.hosts, array.size)
         ]
-        return links[0] if len(links) == 1 else Chain(transport, links)
+        return links[0] if len(links) == 1 else Chain(links)
 
     return Algorithm(bind, plans, is_rival=is_rival, segments=segments)
 

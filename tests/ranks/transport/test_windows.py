@@ -48,8 +48,8 @@ def test_a_window_is_not_written_while_another_group_reads_it():
         )
         if transport.rank == 1:
             # The first phase writes, the second reads.
-            work, phase = reduction._work, itertools.count()
-            reduction._work = lambda: (next(phase) and written.wait(10), work())
+            work, number = reduction._work, itertools.count()
+            reduction._work = lambda phase: (next(number) and written.wait(10), work(phase))
         reduction.run()
         if transport.rank != 1:
             del reduction
@@ -75,7 +75,7 @@ def test_what_a_slow_rank_still_reads_is_not_written_over(count, half, where, be
         reduction, found = getattr(Group(transport, "shared"), f"bind_{half}")(array), []
         if transport.rank == 1:
             work = reduction._work
-            reduction._work = lambda: (time.sleep(0.02), work())
+            reduction._work = lambda phase: (time.sleep(0.02), work(phase))
         for run in range(3):
             array[:] = 10.0**transport.rank * (run + 1)
             if begun:
