@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -38,6 +39,11 @@ FOUND_WRONG = (*IN_THE_WAY, errno.ENOENT, None)
 """The numbers of errors that a file itself causes: it is missing, no regular file, a link, or too short."""
 ON_READ: ContextVar[Callable[[], None]] = ContextVar("after a block is read", default=lambda: None)
 """Called after each block of a large file that is read: the watchdog of a run counts it as progress."""
+
+PARSING = threading.Lock()
+"""Held for `ast.parse`, which also reads a header of NumPy's files. Ranks may be threads, and in Python 3.11 two of them
+at once cause a SystemError.
+"""
 
 
 def reading(path: Path) -> BinaryIO:

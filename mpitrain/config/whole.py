@@ -4,7 +4,6 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import ast
 import inspect
-import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -30,6 +29,7 @@ from mpitrain.config.sections import (
     Run,
     Section,
 )
+from mpitrain.files import PARSING
 
 
 class Config(Section):
@@ -115,10 +115,6 @@ class ConfigKey(NamedTuple):
     range: str
     help: str
     is_basic: bool
-
-
-PARSING = threading.Lock()
-"""Ranks may be threads, and in Python 3.11 `ast.parse` of two threads at once raises SystemError."""
 
 
 @cache

@@ -24,7 +24,7 @@ from mpitrain.data.rows import Shuffled
 from mpitrain.data.source import IGNORED, Form, Request, Targets
 from mpitrain.data.token_files import TENTH, UNREADABLE
 from mpitrain.errors import DataError, gigabytes
-from mpitrain.files import check_regular, paths_of, reading
+from mpitrain.files import PARSING, check_regular, paths_of, reading
 from mpitrain.machine.process import free_memory
 
 BLOCK = 1 << 22
@@ -83,7 +83,8 @@ def npy(name: str) -> Arrays:
 def _mapped(path: Path) -> np.ndarray:
     try:
         check_regular(path)
-        return np.lib.format.open_memmap(path, mode="r")
+        with PARSING:
+            return np.lib.format.open_memmap(path, mode="r")
     except (OSError, OverflowError, *UNREADABLE) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import BYTE_ORDER_MARK, ON_READ, contents, reading, reading_of, text_of
+from mpitrain.files import BYTE_ORDER_MARK, ON_READ, PARSING, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
 PEEK, FEWEST = 1 << 12, 64
@@ -397,7 +397,8 @@ def _npy(path: Path) -> TokenLayout:
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
-            shape, _, dtype = read(file)
+            with PARSING:
+                shape, _, dtype = read(file)
         except UNREADABLE as error:
             raise DataError(
                 f"{path} is not a NumPy file that can be read: {str(error).splitlines()[0][:80]}.",

@@ -132,14 +132,16 @@ extern "C" __global__ void __launch_bounds__(32) start_experts(
     for (int e0 = 0; e0 < E; e0 += 32) {
         const int e = e0 + lane;
         int total = 0;
-        for (int s = 0; s < S && e < E; ++s) {
-            const long long* chunk = load + (long long)(s / own) * Q * E + e;
-            const int number = s % own ? last : first;
-            int left = capacity;
-            for (int q = 0; q < number; ++q) left -= int(chunk[q * E]);
-            const int taken = max(0, min(left, int(chunk[number * E])));
-            takes[(long long)s * E + e] = taken;
-            total += taken;
+        for (int b = 0, s = 0; b < B && e < E; ++b) {
+            const long long* chunk = load + (long long)b * Q * E + e;
+            for (int c = 0; c < own; ++c, ++s) {
+                const int number = c ? last : first;
+                int left = capacity;
+                for (int q = 0; q < number; ++q) left -= int(chunk[q * E]);
+                const int taken = max(0, min(left, int(chunk[number * E])));
+                takes[(long long)s * E + e] = taken;
+                total += taken;
+            }
         }
         int sum = total;
 #pragma unroll

@@ -92,7 +92,7 @@ def attention_dropout(kernels, q, kv, heads, key, step, first, every, rate, aren
 def _attended(kernels: Any, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     drop, seen, arena = how
     batch, count, _ = q.shape
-    seen = seen.narrow(count)
+    seen = seen.narrow(count) if seen.window else seen
     y = arena.take(q.shape, q.dtype)
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
     call = _called(kernels, q, kv, heads, y, bool(drop), seen)
@@ -193,7 +193,10 @@ def choose(
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
     wgmma = getattr(kernels, "tensor_cores", "mma") == "wgmma"
-    is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
+    # Plain are q and kv of as many rows, if both are views into rows that hold them and nothing else.
+    pitch = (q.shape[2] + kv.shape[2]) * q.itemsize
+    are_views = q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
+    is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not are_views
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
     has_window, has_rows = int(seen.window > 0), q.size > 0 and kv.size > 0
     may_copy_chunks = q.dtype.itemsize == 2 or tiles.is_3xtf32 or tiles.by_gain
@@ -411,56 +414,47 @@ def _step(shared: dict[int, int], limit: int) -> int:
     )
 
 
-def _are_side_by_side(q: Any, kv: Any) -> bool:
-    """Return whether q and kv have the strides of views into rows that hold both and nothing else."""
-    pitch = (q.shape[2] + kv.shape[2]) * q.itemsize
-    return q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
-
-
 class AttentionCall(NamedTuple):
-    """An attention with its kernels: what each of its launches takes."""
+    """An attention with its kernels: what each of its launches takes.
+
+    head, heads  channels of a head, and heads of the queries
+    groups       heads of keys and values
+    scale        of the scores
+    masks        numbers of queries and keys, and which of these a query sees
+    of_q, of_kv  elements from one row to the next, and rows from one sequence to the next
+    """
 
     kernels: Any
     chosen: AttentionKernels
     q: Any
     kv: Any
+    starts: Any
+    head: int
     heads: int
-    seen: Seen
-
-    @property
-    def head(self) -> int:
-        """Channels of a head."""
-        return int(self.q.shape[2] // self.heads)
-
-    @property
-    def groups(self) -> int:
-        """Heads of keys and values."""
-        return int(self.kv.shape[2] // (2 * self.head))
-
-    @property
-    def scale(self) -> float:
-        return self.seen.scale_of(self.head)
-
-    @property
-    def masks(self) -> tuple[int, ...]:
-        """Numbers of queries and keys, and which of these a query sees."""
-        return self.q.shape[1], self.kv.shape[1], self.seen.offset, self.seen.window, self.heads
-
-    @property
-    def strides(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of q and kv: elements from one row to the next, and rows from one sequence to the next."""
-        q, kv = (
-            (each.strides[1] // each.itemsize, each.strides[0] // (each.strides[1] or 1))
-            for each in (self.q, self.kv)
-        )
-        return q, kv
+    groups: int
+    scale: float
+    masks: tuple[int, ...]
+    of_q: tuple[int, int]
+    of_kv: tuple[int, int]
 
 
 def _called(
     kernels: Any, q: Any, kv: Any, heads: int, other: Any, drops: bool, seen: Seen
 ) -> AttentionCall:
+    head = q.shape[2] // heads
     return AttentionCall(
-        kernels, choose(kernels, q, kv, heads, other, drops, seen), q, kv, heads, seen
+        kernels,
+        choose(kernels, q, kv, heads, other, drops, seen),
+        q,
+        kv,
+        seen.starts,
+        head,
+        heads,
+        kv.shape[2] // (2 * head),
+        seen.scale_of(head),
+        (q.shape[1], kv.shape[1], seen.offset, seen.window, heads),
+        (q.strides[1] // q.itemsize, q.strides[0] // (q.strides[1] or 1)),
+        (kv.strides[1] // kv.itemsize, kv.strides[0] // (kv.strides[1] or 1)),
     )
 
 
@@ -472,7 +466,7 @@ def _launch(call: AttentionCall, half: str, arrays: tuple) -> None:
     chosen, (batch, count, _), length = call.chosen, call.q.shape, call.kv.shape[1]
     of_keys = half == "_backward_kv"
     owned, own_heads = (length, call.groups) if of_keys else (count, call.heads)
-    (q_pitch, q_rows), (kv_pitch, kv_rows) = call.strides
+    (q_pitch, q_rows), (kv_pitch, kv_rows) = call.of_q, call.of_kv
     scale = call.scale if half else call.scale * chosen.unit
     call.kernels.launch(
         chosen.prefix + half,
@@ -495,7 +489,7 @@ def _launch_hopper(call: AttentionCall, y: Any, log_sums: Any) -> None:
         chosen.prefix,
         (min(jobs, engine.multiprocessors),),
         (chosen.threads,),
-        (*maps, *call.masks, batch, call.scale * chosen.unit, y, log_sums, call.seen.starts),
+        (*maps, *call.masks, batch, call.scale * chosen.unit, y, log_sums, call.starts),
         chosen.shared[0],
         chosen.macros[0],
         "y log_sums",
@@ -512,12 +506,11 @@ def _launch_hopper_backward(
     sums, step = arena.take((parts * batch * count * width,), dots.dtype), HOPPER_QUERIES[call.head]
     rows = (call.q, step), (call.kv, chosen.tile), (dy, step)
     maps = (engine.tensor_map(each, box) for each, box in rows)
-    of_q, of_kv = call.strides
     call.kernels.launch(
         "attention_hopper_backward",
         (parts, call.groups, batch),
         (chosen.threads,),
-        (*maps, *call.masks, *of_kv, call.scale, log_sums, dots, dkv, sums, call.seen.starts),
+        (*maps, *call.masks, *call.of_kv, call.scale, log_sums, dots, dkv, sums, call.starts),
         chosen.shared[1],
         chosen.macros[1],
         "sums",
@@ -527,7 +520,7 @@ def _launch_hopper_backward(
         "attention_hopper_dq",
         (-(-count * call.head // 2048), call.heads, batch),
         (256,),
-        (parts, count, *of_q, call.scale, sums, dq),
+        (parts, count, *call.of_q, call.scale, sums, dq),
         0,
         chosen.macros[1],
         "",

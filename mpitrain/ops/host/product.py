@@ -193,7 +193,9 @@ def rounds(starts: range, like: np.ndarray) -> range:
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     """Yield slices that cover the first dim of `x`, each of about `nbytes` and at least one row."""
-    if not x.size:
+    if x.nbytes <= nbytes:
+        if x.size:
+            yield slice(0, len(x))
         return
     rows = block_shape(x, nbytes)[0]
     for start in rounds(range(0, len(x), rows), x):

@@ -222,7 +222,8 @@ def test_traces_name_messages_and_the_slow_rank_and_sum_to_the_whole(book, tmp_p
 
 @pytest.mark.slow
 def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
-    go(2, [*book, "layout.pp=2", "batch.micro_batches=3"])
+    # A late first stage lets the second one wait, however threads take turns.
+    go(2, [*book, "layout.pp=2", "batch.micro_batches=3", "run.delay=0:30"])
     timeline = read_timeline(tmp_path / "run")
     found = shares(timeline)
     assert found.seconds[1, BUBBLE] > 0
