@@ -78,7 +78,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--products",
         action="store_true",
-        help="run every combination of a test's parameters, not only each value of each once",
+        help="run every combination of the values of a test's parameters, not only a few that have every value",
     )
 
 
@@ -127,35 +127,49 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _cover(config, items):
-    """Of tests with several `parametrize`, keep as many combinations as have each value of each; all of those marked
-    `product`.
+    """Of each test with several parameters, keep a few combinations in which every value of every parameter occurs; of
+    those marked `product`, all. What is skipped here costs nothing, proves nothing and stays.
     """
     of_function = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("product"):
+        if hasattr(item, "callspec") and not (item.get_closest_marker("product") or _skips(item)):
             of_function[item.nodeid.partition("[")[0]].append(item)
     left_out = set()
     for alike in of_function.values():
-        names = [mark.args[0] for mark in alike[0].iter_markers("parametrize")]
-        if len(alike) > 1 and len(names) > 1:
-            left_out |= {*alike} - {*_covering(alike, names)}
+        parameters = _parameters(alike[0])
+        if len(alike) > 1 and len(parameters) > 1:
+            left_out |= {*alike} - {*_covering(alike, parameters)}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def _covering(items, names):
+def _skips(item):
+    """Whether a mark says that the test is skipped here."""
+    return item.get_closest_marker("skip") or any(
+        mark.args[0] for mark in item.iter_markers("skipif")
+    )
+
+
+def _parameters(item):
+    """Names of each parameter: of a `parametrize` one or more that go together; of a fixture with `params` its own."""
+    written = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    marks = [
+        each.replace(",", " ").split() if isinstance(each, str) else [*each] for each in written
+    ]
+    marked = {name for names in marks for name in names}
+    return marks + [[name] for name in item.callspec.params if name not in marked]
+
+
+def _covering(items, parameters):
     """Items that together have each value of each parameter; of those with most new values, the one whose values were
     taken least.
-
-    names  of each `parametrize`: one or more that go together, as it writes them
     """
-    split = [each.replace(",", " ").split() if isinstance(each, str) else each for each in names]
     # A value is the same object in all combinations.
     values = {
         item: [
             (*together, *(id(item.callspec.params[name]) for name in together))
-            for together in split
+            for together in parameters
         ]
         for item in items
     }

@@ -110,6 +110,7 @@ def first_step(transport, *settings):
     return batch, logits, result.loss, gradients
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_in_every_layout_equals_that_of_transformers(layout, given):
     model, folder, data = given

@@ -45,6 +45,7 @@ def computed(transport, config, inputs, targets):
     return found, loss, gradients
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, variant, dtype):

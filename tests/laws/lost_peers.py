@@ -64,9 +64,9 @@ CALLS = {
     "gather-text": lambda transport, peer: transport.gather_text("here"),
     "allocate": lambda transport, peer: transport.allocate(64, np.float32),
     "native": lambda transport, peer: native_all_reduce(transport, np.ones(64)),
-    "native-started": lambda transport, peer: bind_native_all_reduce(transport, np.ones(64))[
-        1
-    ]().wait(),
+    "native-started": lambda transport, peer: (
+        bind_native_all_reduce(transport, np.ones(64)).start().wait()
+    ),
     "broadcast": native("broadcast"),
     "all-to-all": native("all-to-all"),
     "ring": bound,

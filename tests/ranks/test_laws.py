@@ -111,6 +111,7 @@ class TwoLevelLaws(CollectiveLaws):
     algorithms = ("hierarchical",)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "abab", "aaabb", "abcabc", "aaaaabbc"])
 @pytest.mark.parametrize("name", [*ALL_REDUCE_LAWS, ROUTED, TOGETHER])
 def test_ranks_on_several_hosts_obey(name, hosts):

@@ -40,6 +40,7 @@ MODES = {
 """Settings and numbers of ranks."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("laws", (ParameterLaws, GradientLaws))
 def test_parameters_and_gradients_obey(laws, mode):
@@ -59,6 +60,7 @@ def test_parameters_and_gradients_obey(laws, mode):
             run_ranks(sizes[-1], run, law, "precision.compute=bfloat16")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("laws", (StepLaws, RowsLaws))
 def test_steps_and_rows_obey(laws, mode):

@@ -68,6 +68,8 @@ CONTEXTS = (
 
 
 ALL = LAYOUTS + CONTEXTS
+RING = (4, "layout.cp=2", "layout.cp_mode=ring", "layout.ep=2")
+"""Each rank has tokens before and after the other's, and an expert's capacity goes to those that come first."""
 
 
 def unlike(logits, k, before, arena):
@@ -80,7 +82,11 @@ def unlike(logits, k, before, arena):
     "settings, chosen, layouts",
     [
         (("model.kind=llama",), choose, ALL),
-        (("model.capacity=0.6", "model.router=before", "model.shared=8"), choose, ALL[::2]),
+        (
+            ("model.capacity=0.6", "model.router=before", "model.shared=8"),
+            choose,
+            (*ALL[::2], RING),
+        ),
         (("model.top_k=1", "model.dropout=0.25", "model.balance=0.0"), unlike, ALL[1::2]),
     ],
     ids=["llama", "capacity", "all choose one"],

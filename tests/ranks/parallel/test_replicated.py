@@ -32,6 +32,7 @@ def parameters(rank, dtype="float64"):
     return [coded(rank, 1, 7, n, shape).astype(dtype) for n, shape in enumerate(SHAPES)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("algorithm", ("ring", "auto", "star", "shared"))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_the_average_over_ranks_is_written_to_each_gradient(ranks, algorithm):
@@ -120,6 +121,7 @@ WRONG = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("ranks", (1, 3))
 def test_a_wrong_gradient_on_one_rank_is_an_error_on_all(ranks, kind):

@@ -132,6 +132,7 @@ def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("wire", RESIDUAL)
 @pytest.mark.parametrize("ranks, settings", [(1, []), (2, []), (4, ["layout.cp=2"])], ids=str)
 def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(

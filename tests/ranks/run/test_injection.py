@@ -22,6 +22,7 @@ from tests.training import configured as job
 RING = ["replication.algorithm=ring"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "kind, error, law",
     [

@@ -12,6 +12,7 @@ class Dies(Exception):
     """Stands for the end of a rank."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("does_raise", [True, False], ids=["raises", "returns"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_raises_when_its_peer_has_died(name, does_raise):

@@ -227,7 +227,7 @@ def test_a_posted_receive_reads_as_nan_until_it_is_complete():
 def test_an_array_changed_during_a_native_reduction_spoils_it():
     def hurry(transport):
         array = np.ones(1)
-        request = bind_native_all_reduce(transport, array)[1]()
+        request = bind_native_all_reduce(transport, array).start()
         array[:] = 5
         request.wait()
         return array[0]

@@ -61,6 +61,7 @@ def test_a_window_is_not_written_while_another_group_reads_it():
     assert run_ranks(3, work) == [[111] * 5] * 3
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("begun", [False, True], ids=["run", "started"])
 @pytest.mark.parametrize("where", ["window", "plain"])
 @pytest.mark.parametrize("half", ["reduce_scatter", "all_gather"])

@@ -74,6 +74,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_all_ranks_together_take_the_steps_of_the_formula(name, n):

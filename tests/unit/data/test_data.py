@@ -57,6 +57,7 @@ def test_images_are_the_samples_with_their_shape(name, tmp_path):
         np.testing.assert_array_equal(labels, rows(flat)[1])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ranks", (1, 2, 3, 5))
 def test_the_rows_of_all_ranks_put_together_are_the_batch_of_one(source, ranks):
     whole = source.batch(3, 7, 11, range(11))

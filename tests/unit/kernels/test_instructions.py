@@ -108,6 +108,7 @@ def test_shuffles_move_values_as_cuda_documents(launch):
     np.testing.assert_array_equal(y[5:], np.array([[24], [0], [1]]) * np.ones(32))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["multiply_tile", "multiply_tile_sm75"])
 def test_tensor_core_fragments_are_those_of_the_ptx_isa(launch, name):
     rng = np.random.default_rng(2)
@@ -138,6 +139,7 @@ def test_a_tensor_core_product_of_bfloat16_reads_bfloat16(launch):
     np.testing.assert_array_equal(c, a @ b)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("valid", [0, 4, 8, 16])
 def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
     x = np.arange(1, 5, dtype=np.float32)
@@ -149,6 +151,7 @@ def test_a_copy_of_fewer_valid_bytes_fills_the_rest_with_zeros(launch, valid):
     np.testing.assert_array_equal(y, np.where(np.arange(4) < valid // 4, x, 0))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("exists", [0, 1])
 def test_a_copy_of_what_does_not_exist_reads_nothing_and_writes_zeros(launch, exists):
     padded = np.zeros(12, np.float32)

@@ -145,6 +145,7 @@ def run(name: str, checked: bool, order: tuple[str, int], right: bool) -> str:
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_checked_build_names_every_planted_mistake_in_any_order(name, order):
@@ -157,6 +158,7 @@ def test_the_fast_build_shows_what_it_can(name):
         assert run(name, False, order, right=False).startswith(PLANTED[name].fast), order
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
 @pytest.mark.parametrize("name", PLANTED)
 def test_no_build_complains_about_the_corrected_kernel(name, checked):

@@ -217,6 +217,7 @@ def selections(kernels: Kernels, dtype: str) -> None:
     top_k(kernels, numbers(1, 2056).astype(np.float32), 100, Arena())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("launches", "bulk"),

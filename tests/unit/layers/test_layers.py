@@ -93,6 +93,7 @@ def test_what_is_no_chain_of_layers_is_refused_in_words(make, law):
         make(Plain(host).norm(6))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", [reference, host])
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_obey(law, ops):

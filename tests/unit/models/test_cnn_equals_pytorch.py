@@ -29,6 +29,7 @@ def last(tensor):
     return tensor.movedim(1, 3)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tile", [1, 3000, layers.TILE_BYTES])
 @pytest.mark.parametrize("side", [1, 3, 7])
 @pytest.mark.parametrize("shape", [(2, 5, 7, 3), (1, 1, 1, 1), (5, 2, 3, 4), (0, 4, 4, 2)])

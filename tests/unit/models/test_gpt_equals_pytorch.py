@@ -19,6 +19,7 @@ torch_gpt = pytest.importorskip(
 SHAPE = {"vocab": 101, "context": 40, "width": 48, "heads": 3, "depth": 3}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("length", [SHAPE["context"], 1, 17])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (np.float64, 1e-9)])

@@ -89,6 +89,7 @@ def assert_equals_the_definition(forward, qkv, dy, heads, tolerance, **shape):
         assert np.abs(found - truth).max(initial=0) <= tolerance * scale
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("own", ["numpy", "compiled passes"])
 @pytest.mark.parametrize("name", ["whole", "tiled"])
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
@@ -97,6 +98,7 @@ def test_operations_with_each_attention_obey(law, name, own):
     getattr(OperationLaws(rows), law)(bodies.host(name, own.split()[0]), HostBackend())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("shape", "tile"), [*CASES, ((1, 700, 2, 16), None)], ids=str)
 def test_tiles_of_any_size_equal_the_definition(shape, tile, passes):
     b, t, h, d = shape
@@ -105,6 +107,7 @@ def test_tiles_of_any_size_equal_the_definition(shape, tile, passes):
         assert_equals_the_definition(tiled(tile, passes), qkv, dy, h, tolerance)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "queries", "offset"), GROUPED, ids=str)
 def test_shared_heads_and_offsets_equal_the_definition(
     tokens, heads, kv_heads, queries, offset, passes
@@ -117,6 +120,7 @@ def test_shared_heads_and_offsets_equal_the_definition(
         assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("cap", [0.7, 1e4])
 def test_a_soft_cap_and_a_scale_equal_the_definition(cap, drops, passes):
@@ -137,6 +141,7 @@ def test_a_soft_cap_and_a_scale_equal_the_definition(cap, drops, passes):
     assert np.abs(found - truth).max() <= 1e-11 * np.abs(truth).max()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("body", ["reference", "numpy", "compiled"])
 def test_the_ranks_of_a_ring_compute_attention_over_whole_rows(body, ring, monkeypatch):
@@ -173,6 +178,7 @@ def test_the_definition_shares_heads_as_if_they_were_repeated():
     assert np.abs(found - np.concatenate([dq, *summed], 2)).max() <= 1e-14
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign, passes):
@@ -284,6 +290,7 @@ def test_kernels_compute_in_tiles_alone():
         configured("memory.attention=flash")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("shape", "tile"), CASES, ids=str)
 def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile, passes):
     batch, length, heads, width = shape

@@ -142,6 +142,7 @@ def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, b
         assert np.abs(body.attention_backward(dy, state, Arena()) - gradient).max() <= 1e-12
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("offset", [0, 130])
 def test_scores_beyond_exponentials_are_shifted_within_documents(offset, passes):
     rows, length = [[60, 71]], 131

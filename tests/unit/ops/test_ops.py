@@ -61,6 +61,7 @@ def written(write, shape):
     return fresh
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (5, 3, 7), (2, 1, 4), (70, 8, 515)])
 @pytest.mark.parametrize("activation", ["", "_gelu", "_relu"])
@@ -94,6 +95,7 @@ def test_linear_has_the_gradient_of_its_forward(ops, m, k, n, activation, biased
         np.testing.assert_array_equal(same, db)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5), (700, 97)])
 def test_a_bias_and_a_residual_are_each_added_where_they_are_given(ops, shape):
@@ -106,6 +108,7 @@ def test_a_bias_and_a_residual_are_each_added_where_they_are_given(ops, shape):
             np.testing.assert_array_equal(found, truth)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 7, 5)])
@@ -124,6 +127,7 @@ def test_an_activation_alone_is_that_of_a_product_by_one(ops, activation, shape)
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize(("m", "c"), [(1, 1), (1, 5), (3, 2), (70, 1000)])
 def test_layer_norm_has_the_gradient_of_its_forward(ops, m, c):
@@ -146,6 +150,7 @@ def test_layer_norm_has_the_gradient_of_its_forward(ops, m, c):
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize(("b", "t", "v", "c"), [(1, 1, 1, 1), (3, 5, 2, 7), (2, 9, 50, 3)])
 def test_embedding_has_the_gradient_of_its_forward(ops, b, t, v, c):
@@ -187,6 +192,7 @@ def test_attention_sees_no_later_token():
         assert_close(ops.attention(later, 2, arena)[0][:, : t + 1], y[:, : t + 1], 1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize(("m", "v"), [(1, 1), (1, 5), (7, 3), (300, 200)])
 def test_cross_entropy_has_the_gradient_of_its_loss(ops, m, v):
@@ -274,12 +280,14 @@ def test_steps_of_lion_are_the_lines_of_its_algorithm(ops):
     assert_close(m, momentum, 1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("law", laws_of(VocabularyLaws))
 def test_parts_of_a_vocabulary_obey(law, ops):
     getattr(VocabularyLaws(), law)(ops, HostBackend())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ops", BODIES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_an_undivided_vocabulary_has_the_same_gradient_bitwise(ops, dtype):

@@ -31,6 +31,7 @@ def views(shape, dtype):
     return [values, values.T.copy().T, wide[:, :columns], sparse[:, ::2]]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     ("m", "k", "n"),

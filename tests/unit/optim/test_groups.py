@@ -133,6 +133,7 @@ TORCH = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda-sim", marks=pytest.mark.compile)])
 def test_ten_steps_with_groups_equal_pytorch_with_its_own(name, kind):

@@ -100,6 +100,7 @@ def test_messages_of_several_chunks_and_folded_ranks_are_named():
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("algorithm", PRINTABLE)
@@ -122,6 +123,7 @@ def test_the_printed_steps_reduce_everything_to_every_rank(algorithm, ranks, hos
     assert last == [complete(found)] * ranks
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("operation, algorithm", HALVES)
 def test_reduce_scatter_and_all_gather_print_their_chunks(operation, algorithm, ranks):

@@ -64,7 +64,7 @@ def test_a_started_library_all_reduce_goes_on_while_one_rank_computes(job):
     transport.job, transport.comm = job, SimpleNamespace(Iallreduce=lambda *of: None)
     transport.members, transport.rank, transport.size, transport.own_name = MEMBERS, 0, 3, ""
     transport.types = {array.dtype: None}
-    bind_native_all_reduce(transport, array)[1]()
+    bind_native_all_reduce(transport, array).start()
     (one,) = job.requests
     assert not needs(one, {4}) and needs(one, {4, 5})
 
