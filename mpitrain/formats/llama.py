@@ -766,6 +766,7 @@ def _facts(keys: Model, name: str, own: LlamaFamily) -> dict[str, Any]:
         "rope_parameters": _rope(keys),
         "hidden_act": GELU if keys.activation == "gelu" else "silu",
         "mlp_bias": False,
+        "pad_token_id": None,  # Defaults of classes are above the tokens of small runs.
         **({} if name.startswith("Qwen2") else {"attention_bias": False}),
         **({"head_dim": keys.head_channels} if keys.head_dim or name in OF_HEADS else {}),
         **own.more(keys),

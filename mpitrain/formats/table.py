@@ -24,7 +24,7 @@ FORMATS: Table[str, Format] = Table(
 
 LACKING = {
     "gpt_oss": "sinks in attention, biases of experts, clamped gates",
-    "gemma3": "a text model inside one of images; that alone is gemma3_text",
+    "gemma3": "images; its text model alone is gemma3_text",
 }
 """{model_type that is refused: what it has that no model here has}."""
 

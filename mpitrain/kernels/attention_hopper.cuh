@@ -26,8 +26,8 @@ struct Turn {
     }
 };
 
-// Scores with a soft-cap become their logarithms of base 2, which have it; `scale` times any other score is such a logarithm. An
-// approximate tanh has an absolute error of a few 2^-24, which is enough for weights of 16 bits.
+// With a soft-cap a score s becomes log2(e) CAP tanh(s' / CAP), where s' is the scaled score; without one the caller multiplies
+// by `scale`. An approximate tanh has an absolute error of a few 2^-24, which is enough for weights of 16 bits.
 template <int N> __device__ __forceinline__ void cap(float (&scores)[N], float scale) {
     if (CAP == 0) return;
     const float whole = CAP * LOG2_E, inside = scale * float(2.0 / CAP);

@@ -114,8 +114,11 @@ def launched() -> Launched:
 
 
 def name_local_rank() -> None:
-    """Set LOCAL_RANK, as torchrun does: programs choose their GPU by it, and that of a batch script is one for all ranks."""
-    if (started := launched()).launcher != "none":
+    """Set LOCAL_RANK, as torchrun does, to this rank's own: programs choose their GPU by it.
+
+    One that a batch script exports is the same for all ranks. That of torchrun's processes stays.
+    """
+    if (started := launched()).launcher != "none" and TORCHRUN not in os.environ:
         os.environ["LOCAL_RANK"] = str(started.local_rank)
 
 

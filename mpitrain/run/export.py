@@ -23,7 +23,6 @@ from mpitrain.formats.companions import (
 )
 from mpitrain.formats.folder import CONFIGURATION, Trained, json_text, refusing, sha256
 from mpitrain.formats.peft import by_layer
-from mpitrain.formats.phi3 import PHI3
 from mpitrain.formats.table import FORMATS, format_of
 from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
 from mpitrain.formats.writing import check_new, tokenizer_files, with_marks, write_folder
@@ -211,9 +210,10 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool, of_model:
             "Export them --to peft, or add --merge to have them in the parameters.",
         )
     base = run / INIT_FROM
-    if name == "peft" and base.is_dir() and {*format_of(base).models} == {*PHI3.configs}:
+    if name == "peft" and base.is_dir() and format_of(base) is FORMATS["phi3"]:
         raise ConfigError(
-            f"Adapters of {run} are of queries, keys, values, gates and others apart, which its base joins: a Phi-3.",
+            f"Adapters of {run} belong to separate layers of queries, keys, values and gates, but its base, a Phi-3, "
+            "joins these layers.",
             "Add --merge, and --to llama or phi3.",
         )
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -75,6 +75,9 @@ class Notices:
             transport.members,
         )
         self._writing, self._written = threading.Lock(), (-2, False, 0)
+        self.refusal: tuple[
+            Any, ...
+        ] = ()  # the last one of another rank that was read, and its rank
         self._refused = -1, 0  # the last call before a refused one, and how often that was refused
 
     def write(self, call: Call, failure: str = "", refused: int = 0) -> None:
@@ -184,8 +187,11 @@ class Comparison:
             text = said.failure.removeprefix(f"{member}: ")
             if said.refused:
                 # All ranks may have refused a call alike, and then made another one.
+                # A rank that has just refused a call may make it in the next moment: it has until the next reading.
                 if said.number == call.number - 1 and said.refused > here:
-                    why = f"{member} has refused it: {text}"
+                    before, self._notices.refusal = self._notices.refusal, (rank, *said)
+                    if before == self._notices.refusal:
+                        why = f"{member} has refused it: {text}"
                     break  # The groups of other ranks may have failed because of it.
             elif said.failure and said.number <= call.number and rank != me and not why:
                 why = f"this process group has failed on {member}: {text}"

@@ -711,7 +711,7 @@ class ProcessGroup(dist.ProcessGroup):
             ],
             result,
             opts,
-            inputs,
+            [inputs, outputs],  # The places may be other memory than the result.
         )
 
     def _all_gather(self, call: Call, places: Sequence[torch.Tensor], own: torch.Tensor) -> None:

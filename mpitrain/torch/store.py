@@ -5,6 +5,7 @@ opened. A request and its answer are a message with the length, then one with th
 """
 
 import atexit
+import os
 import sys
 import sysconfig
 import threading
@@ -55,7 +56,7 @@ def own_line() -> str:
     return "".join(traceback.format_list(own[-1:])).rstrip()
 
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @cache

@@ -174,6 +174,14 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
     assert max(trained) > 0, "the steps must move the parameters"
 
 
+def test_a_small_run_is_written_as_a_phi3_which_transformers_loads(tmp_path):
+    config = configured(*FLAT, "model.kind=llama", f"run.out={tmp_path / 'run'}")
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "phi3", tmp_path / "back", "float32", 20_000, [])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_one_function(again, tmp_path / "back", 1)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

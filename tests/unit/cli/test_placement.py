@@ -176,6 +176,14 @@ def test_variables_of_libraries_are_exported_alone():
     assert exported(dict.fromkeys(given, "1")) == ["MKL_NUM_THREADS", "MPITRAIN_X", "UCX_TLS"]
 
 
+def test_a_rank_of_mpi_gets_its_own_local_rank_and_a_process_of_torchrun_keeps_its_own(monkeypatch):
+    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+    for more, wanted in (({}, "1"), ({"TORCHELASTIC_RUN_ID": "x"}, "3")):
+        monkeypatch.setattr(os, "environ", {**slurm, "LOCAL_RANK": "3", **more})
+        process.name_local_rank()
+        assert os.environ["LOCAL_RANK"] == wanted
+
+
 @pytest.mark.parametrize(
     "variables, wanted",
     [
