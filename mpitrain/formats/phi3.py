@@ -34,8 +34,8 @@ class Phi3Configuration(MistralConfiguration):
 
 
 def keys_of(config: Phi3Configuration) -> dict[str, object]:
-    for given in (config, config.rope_scaling or Rope(), config.rope_parameters or Rope()):
-        check_only("partial_rotary_factor", given.partial_rotary_factor, [1])
+    for section in (config, config.rope_scaling or Rope(), config.rope_parameters or Rope()):
+        check_only("partial_rotary_factor", section.partial_rotary_factor, [1])
     return keys(config)
 
 

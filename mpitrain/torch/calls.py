@@ -142,7 +142,7 @@ class CallQueue:
         )
 
     def refuse(self, error: Exception) -> None:
-        """Let the other ranks hear, in the place of the call that this error refused, why it never comes."""
+        """Tell the other ranks why they wait in vain for the call that this error has refused."""
         call = Call("a refused call", bool, [], float("inf"))
         call.is_refused, call.error = True, error
         with suppress(CommError):  # The process group was destroyed.

@@ -180,7 +180,7 @@ class Comparison:
                 )
 
     def check_failures(self, call: Call, me: int, members: Sequence[int]) -> None:
-        """Raise an error if the group has failed on another rank, or that has refused the call; arguments as of `check`."""
+        """Raise an error if another rank has refused this call, or the group has failed there; arguments as of `check`."""
         here, why = self._notices.refused_behind(call), ""
         for rank, said in enumerate(self.said or ()):
             member = f"rank {members[rank]}"

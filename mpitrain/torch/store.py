@@ -35,7 +35,7 @@ LONGEST_PAUSE = 5e-3
 
 @contextmanager
 def checked_launch() -> Iterator[None]:
-    """A context in which a wrong launcher is said with the line of the program, and ends it with exit code 2.
+    """In this context an error about the launcher is printed with the line of the program, which ends with exit code 2.
 
     The tracebacks of all processes would hide the message between those that such a launcher prints itself.
     """

@@ -78,8 +78,9 @@ class Reduction:
     """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
     Every run applies the same collective to the present contents of the buffer. A subclass defines
-    `_steps`. The base refuses a start before the end of the last run, and records runs and waits in a
-    trace. A reduction is a Request, too, so one may wait for others.
+    `_steps`; one that goes on in several places at once defines `_start` and `_go_on`. The base refuses
+    a start before the end of the last run, and records runs and waits in a trace. A reduction is a
+    Request, too, so one may wait for others.
 
     Attributes
     ----------

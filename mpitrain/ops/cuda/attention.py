@@ -193,7 +193,7 @@ def choose(
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
     wgmma = getattr(kernels, "tensor_cores", "mma") == "wgmma"
-    # Plain are q and kv of as many rows, if both are views into rows that hold them and nothing else.
+    # Kernels for whole sequences need as many queries as keys, in views into rows that hold both and nothing else.
     pitch = (q.shape[2] + kv.shape[2]) * q.itemsize
     are_views = q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not are_views

@@ -222,7 +222,7 @@ def of_replicas(facts: RankFacts) -> float | None:
 
 
 def _part(storage: Storage, of_experts: bool) -> Any:
-    """Return what formulas read of a storage, of the tensors of experts alone or without them."""
+    """Return the sizes of a storage that formulas read: those of the tensors of experts, or of all others."""
 
     def own(spans: Iterable[Span]) -> list[Span]:
         return [span for span in spans if (span.holders == EXPERTS) == of_experts]

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from mpitrain.errors import CommError, ConfigError  # noqa: E402
 from mpitrain.machine import cuda  # noqa: E402
 from mpitrain.torch import GroupOptions, gpu  # noqa: E402
+from mpitrain.torch.comparison import Comparison, Said  # noqa: E402
 from mpitrain.torch.process_group import ProcessGroup  # noqa: E402
 from mpitrain.transport.threads import run_ranks  # noqa: E402
 from tests.fakes import cupy, torch_cuda  # noqa: E402
@@ -301,3 +302,16 @@ def test_a_tensor_of_the_host_and_one_of_a_gpu_are_different_calls():
             group.allreduce([one], SYNC).wait()
 
     on_ranks("memory of one host", check)
+
+
+def test_a_refused_call_ends_the_wait_of_others_at_the_second_look_that_finds_it():
+    """The rank that has refused a call may make it with other tensors in the next moment."""
+    notices = SimpleNamespace(refusal=(), refused_behind=lambda call: 0)
+    look, call = Comparison.__new__(Comparison), SimpleNamespace(number=3)
+    look._notices, refused = notices, Said(2, "refused", "rank 1: shapes differ", 1)
+    look.said = [Said(3, "waits", "", 0), refused]
+    look.check_failures(call, 0, range(2))
+    look.said[1] = refused._replace(refused=2)  # refused again, so it has gone on meanwhile
+    look.check_failures(call, 0, range(2))
+    with pytest.raises(CommError, match="rank 1 has refused it: shapes differ"):
+        look.check_failures(call, 0, range(2))
