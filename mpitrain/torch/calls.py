@@ -9,6 +9,7 @@ callback may wait for its calls:
     queue of the callbacks              all-reduce   all-reduce
 """
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -29,7 +30,9 @@ TURN = 1e-3
 """Seconds after which a waiting thread looks again whether it may run the calls itself."""
 
 GRACE = 5.0
-"""Seconds beyond its time limit in which the thread that runs a call says why it has not ended."""
+"""Seconds beyond its time limit in which the thread that runs a call says why it has not ended, and beyond the program
+in which callbacks may end.
+"""
 
 
 class Call:
@@ -376,7 +379,31 @@ def future_of(
             raise RuntimeError(str(error) or repr(error)) from None
 
     begun: Future = Future() if device is None else Future(devices=[device])
-    return lambda: begun.set_result(None), begun.then(value)
+
+    def complete() -> None:
+        _COMPLETING.append(begun)
+        try:
+            begun.set_result(None)
+        finally:
+            _COMPLETING.remove(begun)
+
+    return complete, begun.then(value)
+
+
+_COMPLETING: list[Future] = []
+"""The futures whose callbacks run."""
+
+
+@atexit.register
+def _let_callbacks_end() -> None:
+    """Wait until no thread completes a future, at most GRACE seconds.
+
+    The program goes on, and may exit, before C++ has left its callbacks. Python ends a thread that is
+    still within them, and C++ then aborts the process.
+    """
+    deadline = time.monotonic() + GRACE
+    while _COMPLETING and time.monotonic() < deadline:
+        time.sleep(1e-3)
 
 
 class CallWork(dist.Work):
