@@ -720,7 +720,7 @@ class Run:
                 f"Step {step} has loss {result.loss} and {result.nonfinite} gradient elements that are "
                 f"not finite{self._where(step, result)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
-            )
+            ).on_every_rank()  # an asynchronous server tells of such a step in a pause of all
         if self._in_a_row == SKIPS or (step == self.steps and self.skipped > step / 2):
             undone = ", a spike, or were undone" * (self.config.run.on_spike != "ignore")
             raise self._failed(
