@@ -1,7 +1,7 @@
 """Claim: a run with run.on_failure=continue outlives killed ranks, whichever they are and whenever they die.
 
     python jobs/prove/outlive.py [--jobs 76] [--seed 0]       100 ranks are killed, in the mix of NEEDED
-    python jobs/prove/outlive.py --spares [--jobs 64]         the same with spares, which take their places
+    python jobs/prove/outlive.py --spares [--jobs 81]         the same with spares: each of MODES in each of WAYS
         [--kept FILE]     adds the jobs to FILE, and prints the table of all jobs in it
         [--way WORDS]     only jobs of this one of WAYS
     python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine

@@ -128,10 +128,10 @@ def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]
 
     Empty if a launcher has started this process as a rank.
     """
-    from mpitrain.cli.launch.hosts import nodes, placement
+    from mpitrain.cli.launch.hosts import placement, slots
 
     if hosts is None and not hostfile and process.launched().launcher == "none":
-        hosts = ",".join(nodes(os.environ)) or None
+        hosts = ",".join(slots(os.environ)) or None
     return placement(hosts, hostfile, ppn, "").hosts
 
 

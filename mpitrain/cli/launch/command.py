@@ -25,10 +25,10 @@ from mpitrain.cli.launch.hosts import (
     crowds_slurm,
     described,
     mpich_options,
-    nodes,
     open_mpi_options,
     placement,
     ranks_of,
+    slots,
     slurm_cores,
     srun_options,
 )
@@ -220,7 +220,10 @@ def command(
                 check_hosts_of_spares(waiting.number, ranks, placed)
         line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
         fullest = ranks_of_fullest(ranks, granted, placed)
-        places = placed.hosts or dict.fromkeys(nodes(os.environ) * fault_tolerant, fullest)
+        places = placed.hosts or {
+            host: placed.ppn or max(most, fullest)
+            for host, most in slots(os.environ if fault_tolerant else {}).items()
+        }
         cores = cores_of(ranks, granted, placed)
         description = described(ranks, hosts_of(granted, placed), fullest, cores, placed.bind)
     except ConfigError as error:
@@ -329,9 +332,10 @@ def check_spares(
 
 def check_hosts_of_spares(number: int, ranks: int, placed: Placement) -> None:
     """Raise ConfigError unless each host has `number` ranks, which may wait there as spares."""
-    hosts, left = placed.hosts or dict.fromkeys(nodes(os.environ), placed.ppn), ranks
+    granted, left = slots(os.environ), ranks
+    hosts = placed.hosts or (dict.fromkeys(granted, placed.ppn) if placed.ppn else granted)
     for before, (host, most) in enumerate(hosts.items()):
-        # Hosts with numbers of their own are filled in their order; a batch system spreads evenly.
+        # mpirun fills the hosts in their order.
         own = min(left, most) if most else -(-left // (len(hosts) - before))
         left -= own
         if own < number:

@@ -1,6 +1,7 @@
 """The hosts of a job: those that a batch system granted, and the placement of ranks that the user names."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -38,13 +39,13 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the allocation's hosts, each once; [] outside a batch job.
+def slots(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return {host of the allocation: ranks for which it has room, 0 if unknown}; {} outside a batch job.
 
-    raises  ConfigError if the batch system does not list them
+    raises  ConfigError if the batch system does not list its hosts
     """
     system = _system(environ)
-    return list(dict.fromkeys(system.nodes(environ))) if system else []
+    return system.slots(environ) if system else {}
 
 
 def ranks_of(granted: Allocation | None, ppn: int = 0) -> int:
@@ -133,7 +134,7 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int]:
     return _count(environ, "SLURM_NTASKS", hosts), hosts
 
 
-def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
+def _slurm_slots(environ: Mapping[str, str]) -> dict[str, int]:
     short = environ.get("SLURM_JOB_NODELIST", "")
     nodes = [name for form in short_forms(short) for name in expanded(form) if name]
     if not nodes:
@@ -141,21 +142,27 @@ def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
             f"SLURM_JOB_NODELIST names the nodes of a Slurm job, but it is {short!r}.",
             "Name the nodes: --hosts a:4,b:4",
         )
-    return nodes
+    tasks = _on_nodes(environ, "SLURM_TASKS_PER_NODE")
+    return dict(zip(nodes, tasks if len(tasks) == len(nodes) else [0] * len(nodes), strict=True))
 
 
 def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return (ranks, hosts) by the node file of PBS, which has a line for each rank."""
-    hosts = _pbs_nodes(environ)
-    return len(hosts), len({*hosts})
+    hosts = _pbs_slots(environ)
+    return sum(hosts.values()), len(hosts)
 
 
-def _pbs_nodes(environ: Mapping[str, str]) -> list[str]:
-    return host_lines(Path(environ["PBS_NODEFILE"]), "PBS_NODEFILE")
+def _pbs_slots(environ: Mapping[str, str]) -> dict[str, int]:
+    return Counter(host_lines(Path(environ["PBS_NODEFILE"]), "PBS_NODEFILE"))
 
 
 def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return (ranks, hosts) by LSF's list of hosts, each followed by its slots: a 4 b 4."""
+    hosts = _lsf_slots(environ)
+    return sum(hosts.values()), len(hosts)
+
+
+def _lsf_slots(environ: Mapping[str, str]) -> dict[str, int]:
     words = environ["LSB_MCPU_HOSTS"].split()
     slots = words[1::2]
     if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in slots):
@@ -163,11 +170,7 @@ def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
             f"LSB_MCPU_HOSTS is a list such as a 4 b 4, but it is {' '.join(words)!r}.",
             "Unset LSB_MCPU_HOSTS, or start launch inside the job.",
         )
-    return sum(map(int, slots)), len(slots)
-
-
-def _lsf_nodes(environ: Mapping[str, str]) -> list[str]:
-    return environ["LSB_MCPU_HOSTS"].split()[::2]
+    return dict(zip(words[::2], map(int, slots), strict=True))
 
 
 class BatchSystem(NamedTuple):
@@ -176,19 +179,19 @@ class BatchSystem(NamedTuple):
     name      as users call the system
     variable  environment variable that shows that the process is in a job
     counts    (environment variables) -> (ranks, hosts) of the job
-    nodes     (environment variables) -> names of the hosts; a name may repeat
+    slots     (environment variables) -> as the function `slots`
     """
 
     name: str
     variable: str
     counts: Callable[[Mapping[str, str]], tuple[int, int]]
-    nodes: Callable[[Mapping[str, str]], list[str]]
+    slots: Callable[[Mapping[str, str]], dict[str, int]]
 
 
 SYSTEMS = (
-    BatchSystem("Slurm", "SLURM_JOB_ID", _slurm, _slurm_nodes),
-    BatchSystem("PBS", "PBS_NODEFILE", _pbs, _pbs_nodes),
-    BatchSystem("LSF", "LSB_MCPU_HOSTS", _lsf, _lsf_nodes),
+    BatchSystem("Slurm", "SLURM_JOB_ID", _slurm, _slurm_slots),
+    BatchSystem("PBS", "PBS_NODEFILE", _pbs, _pbs_slots),
+    BatchSystem("LSF", "LSB_MCPU_HOSTS", _lsf, _lsf_slots),
 )
 
 
@@ -198,7 +201,7 @@ def _system(environ: Mapping[str, str]) -> BatchSystem | None:
 
 def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
     """Return whether this Slurm allocation has fewer cores than ranks."""
-    cores = _cores_of_nodes(environ)
+    cores = _on_nodes(environ, CORES)
     return bool(cores) and ranks > sum(cores)
 
 
@@ -209,13 +212,16 @@ def slurm_cores(most: int, environ: Mapping[str, str]) -> int | None:
 
     most  number of ranks on the node with most of them
     """
-    cores = _cores_of_nodes(environ)
+    cores = _on_nodes(environ, CORES)
     return _count(environ, "SLURM_CPUS_PER_TASK", 0) or (min(cores) // most if cores else None)
 
 
-def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:
-    """Return the number of cores of each node; Slurm writes "4(x2),2" for 4, 4 and 2."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+CORES = "SLURM_JOB_CPUS_PER_NODE"
+
+
+def _on_nodes(environ: Mapping[str, str], name: str) -> list[int]:
+    """Return a variable's number of each node; Slurm writes "4(x2),2" for 4, 4 and 2."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(name, ""))
     return [int(count) for count, hosts in groups for _ in range(int(hosts or 1))]
 
 

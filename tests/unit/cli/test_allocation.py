@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpitrain.cli.launch.hosts import Allocation, allocation, nodes, ranks_of, slurm_cores
+from mpitrain.cli.launch.hosts import Allocation, allocation, ranks_of, slots, slurm_cores
 from mpitrain.errors import ConfigError
 from tests.processes import mpitrain
 
@@ -79,11 +79,13 @@ def test_launch_in_a_damaged_job_says_which_variable():
     assert "Traceback" not in done.stderr
 
 
-def test_batch_systems_name_their_hosts_once(tmp_path):
+def test_batch_systems_name_their_hosts_with_the_slots_of_each(tmp_path):
     (tmp_path / "nodes").write_text("a\na\n\nb\n")
-    assert nodes({}) == []
-    assert nodes({"PBS_NODEFILE": str(tmp_path / "nodes")}) == ["a", "b"]
-    assert nodes({"LSB_MCPU_HOSTS": "a 4 b 3"}) == ["a", "b"]
-    assert nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2],m"}) == ["n1", "n2", "m"]
+    assert slots({}) == {}
+    assert slots({"PBS_NODEFILE": str(tmp_path / "nodes")}) == {"a": 2, "b": 1}
+    assert slots({"LSB_MCPU_HOSTS": "a 4 b 3"}) == {"a": 4, "b": 3}
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2],m"}
+    assert slots(slurm) == {"n1": 0, "n2": 0, "m": 0}
+    assert slots({**slurm, "SLURM_TASKS_PER_NODE": "4(x2),3"}) == {"n1": 4, "n2": 4, "m": 3}
     with pytest.raises(ConfigError, match="--hosts"):
-        nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": ""})
+        slots({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": ""})

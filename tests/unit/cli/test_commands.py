@@ -310,6 +310,7 @@ def test_what_cannot_start_fault_tolerant_ranks_is_refused(family, version, by, 
         ("--hosts a:2,b:2 --spares-per-host 2 --fault-tolerant -- train", "cannot have 4 spare(s)"),
         ("--hosts a:5,b:1 --spares-per-host 2 --fault-tolerant -- train", "host b has 1 of the 6"),
         ("-n 4 --hosts a:4,b:4 --spares-per-host 1 --fault-tolerant -- train", "host b has 0"),
+        ("a 4 b 4| -n 4 --spares-per-host 1 --fault-tolerant -- train", "host b has 0 of the 4"),
         ("-n 3 --spares 1 --fault-tolerant -- bench all-reduce", "but the command is bench"),
         ("-n 9 --spares 1 --spares-per-host 1 --fault-tolerant -- train", "in all or on each host"),
         ("-n 3 --spares 1 --fault-tolerant --launcher srun -- train", "srun cannot start"),
@@ -318,6 +319,9 @@ def test_what_cannot_start_fault_tolerant_ranks_is_refused(family, version, by, 
 def test_spares_that_could_not_take_a_place_are_refused(words, why, monkeypatch):
     mpi = launch_command.Mpi("Open MPI", "Open MPI v5.0.11")
     monkeypatch.setattr(launch_command, "library", lambda: mpi)
+    job, _, words = words.rpartition("| ")
+    if job:
+        monkeypatch.setenv("LSB_MCPU_HOSTS", job)
     done = CliRunner().invoke(commands, ["launch", "--dry-run", *words.split()])
     assert done.exit_code == 2 and why in done.stderr, done.stderr
 

@@ -12,9 +12,9 @@ from mpitrain.cli.launch.hosts import (
     described,
     exported,
     mpich_options,
-    nodes,
     open_mpi_options,
     placement,
+    slots,
     srun_options,
 )
 from mpitrain.errors import ConfigError
@@ -75,7 +75,7 @@ def test_hosts_come_from_a_regular_file_of_at_most_a_mebibyte(kind, tmp_path):
     with pytest.raises(ConfigError, match="--hostfile"):
         placement(None, path, 0, "")
     with pytest.raises(ConfigError, match=f"PBS_NODEFILE.*{path}"):
-        nodes({"PBS_NODEFILE": str(path)})
+        slots({"PBS_NODEFILE": str(path)})
 
 
 WRONG = "n[3-1]|n[1|n[]|a slots=4 max_slots=2|a:0|a:00|a:9999999999|-v|a b c|-o x|a:x|a;b|a,"
