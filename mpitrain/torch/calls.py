@@ -13,8 +13,8 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,7 @@ TURN = 1e-3
 
 GRACE = 5.0
 """Seconds beyond its time limit in which the thread that runs a call says why it has not ended, and beyond the program
-in which callbacks may end.
+in which threads may leave C++.
 """
 
 
@@ -325,7 +325,7 @@ class CallQueue:
                 if not self._is_wanted:
                     return
                 self._is_wanted = False
-            with self._driving:
+            with within_cpp(), self._driving:
                 self._drive(None)
 
 
@@ -381,28 +381,34 @@ def future_of(
     begun: Future = Future() if device is None else Future(devices=[device])
 
     def complete() -> None:
-        _COMPLETING.append(begun)
-        try:
+        with within_cpp():
             begun.set_result(None)
-        finally:
-            _COMPLETING.remove(begun)
 
     return complete, begun.then(value)
 
 
-_COMPLETING: list[Future] = []
-"""The futures whose callbacks run."""
+WITHIN: list[object] = []
+"""One entry for each thread that may be within PyTorch's C++."""
+
+
+@contextmanager
+def within_cpp() -> Iterator[None]:
+    """Let an exit of the program wait, at most GRACE seconds, until this thread leaves the block.
+
+    Python ends all other threads at an exit. One within C++, in callbacks or the copy of a tensor, would abort
+    the process.
+    """
+    WITHIN.append(None)
+    try:
+        yield
+    finally:
+        WITHIN.pop()
 
 
 @atexit.register
-def _let_callbacks_end() -> None:
-    """Wait until no thread completes a future, at most GRACE seconds.
-
-    The program goes on, and may exit, before C++ has left its callbacks. Python ends a thread that is
-    still within them, and C++ then aborts the process.
-    """
+def _let_threads_end() -> None:
     deadline = time.monotonic() + GRACE
-    while _COMPLETING and time.monotonic() < deadline:
+    while WITHIN and time.monotonic() < deadline:
         time.sleep(1e-3)
 
 
@@ -511,11 +517,12 @@ class MessageWork(dist.Work):
 
         def wait() -> None:
             # Not within the callback: a thread that waits below C++ aborts a process that exits.
-            try:
-                self.wait()
-            except Exception as error:
-                errors.append(error)
-            complete()
+            with within_cpp():
+                try:
+                    self.wait()
+                except Exception as error:
+                    errors.append(error)
+                complete()
 
         threading.Thread(target=wait, daemon=True).start()
         return future

@@ -8,6 +8,7 @@ All other collectives are exchanges: all messages of a call at once.
 Calls run in their order (calls.py). A message of `send` or `recv` starts at once.
 """
 
+import atexit
 import inspect
 import time
 import zlib
@@ -34,7 +35,7 @@ from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.errors import CommError, ConfigError, PeerLost
 from mpitrain.machine import process
 from mpitrain.torch import gpu
-from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
+from mpitrain.torch.calls import WITHIN, Call, CallQueue, CallWork, MessageWork
 from mpitrain.torch.comparison import ANSWER, DESTROY, Comparison, Notices
 from mpitrain.torch.store import checked_launch, world
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport
@@ -106,6 +107,16 @@ DEFAULT: dict[str, Any] = {}
 
 OPEN = WeakSet["ProcessGroup"]()
 """The process groups that may have threads."""
+
+
+@atexit.register
+def _end_calls() -> None:
+    """Let the calls and messages in flight fail, whose threads the exit waits for; all ranks have left, or the job ends."""
+    if WITHIN and OPEN:
+        for group in [*OPEN]:
+            group.abort()
+        world().job.is_abandoned = True
+
 
 TRACED: list[Transport] = []
 """The transport of all ranks with its recorder, if this program keeps a trace."""
