@@ -33,6 +33,7 @@ COPIES = ["run.copies_every=2", "checkpoint.every=4"]
 @pytest.fixture
 def settings(book, monkeypatch):
     def die(transport, rank):
+        wait_for_others(transport, 1)
         raise Gone
 
     monkeypatch.setitem(injection.FAILURES, "kill", die)
@@ -56,12 +57,26 @@ def survive(ranks, settings, hosts=None, spares=0):
     )
 
 
+def wait_for_others(transport, dying):
+    """Wait until all living ranks but the `dying` wait for messages: none of them is still within the step before."""
+    world, until = transport.world, time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        with world.lock:
+            waiting = {wait.rank for wait in world.waits.values() if not wait.ready()}
+            if len(waiting) == len({*world.numbers.values()} - world.lost) - dying:
+                return
+        time.sleep(0.001)
+    raise AssertionError("The other ranks do not wait for the one that dies.")
+
+
 def kill_together(monkeypatch, ranks, size):
     """Let these ranks of `size` die in step 6, none before all are there."""
     step, there = Run.step, threading.Barrier(len(ranks), timeout=60)
 
     def dies(run):
         if (run.transport.size, run.finished) == (size, 5) and run.transport.number in ranks:
+            if there.wait() == 0:
+                wait_for_others(run.transport, len(ranks))
             there.wait()
             raise Gone
         return step(run)
