@@ -239,14 +239,14 @@ def check_validation(name: str, validation: str) -> None:
 
     name  of the source
     """
-    if validation and not source_kind(name).takes_validation:
+    if not source_kind(name).takes_validation:
         raise ConfigError(
             f"data.validation needs data.source {validating()}, but data.source is {name}.",
             "Leave out data.validation.",
         )
     if source_kind(name).has_arrays and is_fraction(validation):
         return
-    if validation not in ("", TENTH) and source_kind(validation) is not source_kind(name):
+    if validation != TENTH and source_kind(validation) is not source_kind(name):
         kind = name.partition(":")[0]
         raise ConfigError(
             f"data.validation must be {kind}:FILE like data.source, or tenth, or empty, but is {validation!r}.",
@@ -281,7 +281,8 @@ def open_source(
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
     row = source_kind(name)
-    check_validation(name, validation)
+    if validation:
+        check_validation(name, validation)
     if row.is_text and not reading.tokenizer and 0 < vocabulary < BYTES:
         raise ConfigError(
             f"Text has {BYTES} tokens, one for each byte, so data.vocabulary must be at least {BYTES}, but is {vocabulary}.",

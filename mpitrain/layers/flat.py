@@ -243,11 +243,6 @@ class Storage(FlatLayout):
             if not entry.parameter.is_copy
         )
 
-    def used(self, unit: int) -> list[Entry]:
-        """Return the tensors that a unit computes with, including tied ones."""
-        names = {self.units[unit].full_name(p) for p in self.units[unit].layer.parameters()}
-        return [entry for entry in self.tensors if entry.name in names]
-
     def weights(self, flat: Any, frozen: Any = None) -> list[Weights]:
         """Return views of the flat buffers for each unit, nested by name.
 

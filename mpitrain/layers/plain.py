@@ -1093,7 +1093,7 @@ class Plain:
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
         self.made.add("attention")
         if dropout:
-            self.made.add("attention dropout")
+            self.made.add("attention with dropout")
         if not causal:
             self.made.add("attention to later tokens")
         if window and not causal:
@@ -1102,7 +1102,7 @@ class Plain:
                 "Leave out `causal`, or the window.",
             )
         if window:
-            self.made.add("a window")
+            self.made.add("attention in a window")
         self.windows.add(window)
         drop = self.dropout(dropout) if dropout else None
         seen = Seen(window=window, scale=scale, cap=cap)

@@ -120,11 +120,11 @@ class Optimizer:
         ops: Ops,
         backend: Backend,
         arena: Arena,
-        sums: FactSums = ALONE,
+        sums: Callable[[], FactSums] = lambda: ALONE,
     ):
         """Allocate the state; collective with a tensor-wise rule.
 
-        sums  the all-reduce over the ranks with other elements of the same tensors
+        sums  () -> the all-reduce over the ranks with other elements of the same tensors
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
@@ -154,7 +154,7 @@ class Optimizer:
                 if layout.tensors is not None
             }
             self._updates = TensorUpdates(
-                rule.step, settings, storage, pieces, self.state, views, backend, sums
+                rule.step, settings, storage, pieces, self.state, views, backend, sums()
             )
             self._sum_facts = self._updates.sum_facts
 

@@ -84,26 +84,26 @@ def best_bytes(layout: FlatLayout, group: Group, bucket_mb: float) -> float:
     )
 
 
-def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Return, for each unit, the buckets with tensors that the unit uses, in order of storage.
-
-    Several units may use a tied tensor.
-    """
-    names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
-    used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
-    return [[bucket for bucket, stored in names.items() if stored & tensors] for tensors in used]
-
-
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
     """Return, for each bucket, the units that compute with its tensors.
 
     They include units of other buckets that use a tied tensor of this bucket.
     """
-    used = buckets_used(storage, buckets)
-    return {
-        bucket: {unit for unit, of_unit in enumerate(used) if bucket in of_unit}
-        for bucket in buckets
-    }
+    used = [{unit.full_name(p) for p in unit.layer.parameters()} for unit in storage.units]
+    found: dict[Bucket, set[int]] = {}
+    for bucket in buckets:
+        stored = {entry.name for entry in storage.within(bucket)}
+        found[bucket] = {unit for unit, names in enumerate(used) if names & stored}
+    return found
+
+
+def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Return, for each unit, the buckets of which it is among the `users`, in order of storage."""
+    of_buckets = sorted(users(storage, buckets).items())
+    return [
+        [bucket for bucket, units in of_buckets if unit in units]
+        for unit in range(len(storage.units))
+    ]
 
 
 def kept_apart(storage: Storage, buckets: Sequence[Bucket], most: int = -1) -> list[Bucket]:

@@ -6,6 +6,7 @@ methods. The tables of modes are in modes.py.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -505,7 +506,7 @@ class Replica:
             device.ops,
             device.backend,
             self.arena,
-            grid.fact_sums(*self.sharing, grid.tp),
+            partial(grid.fact_sums, *self.sharing, grid.tp),
         )
         with recorder.called("the control message"):
             self._sum_of_control = grid.world.bind(self._control)

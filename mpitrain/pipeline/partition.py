@@ -19,7 +19,7 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.models.table import adapted
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""
@@ -92,7 +92,6 @@ def cut_in_chunks(
         )
     model = freeze(adapted(made, lora, layers), frozen)
     check_units(model, layers)
-    check_saved(layers)
     chunks, tied = [model], dict[str, list[int]]()
     if len(stage_of) > 1 or partition:
         chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)

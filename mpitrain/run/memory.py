@@ -44,7 +44,7 @@ def check_memory(transport: Transport, job: Job, model: Sequence[Unit]) -> Room:
     model  all units, as of `Job.described`
     """
     config, gpus = job.config, job.gpus
-    places = process.gpu_identities(transport.hosts, gpus)
+    places = process.gpu_identities(transport.hosts, gpus) if gpus else transport.hosts
     users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
     ranks, where = len(users), "on this GPU" if gpus else "on this host"
     storage = Storage(model, config.precision.stored, job.axes.copies)

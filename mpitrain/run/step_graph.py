@@ -89,8 +89,6 @@ def graph_of_steps(
     config: Config, backend: Backend, transport: Transport, replica: Replica, arena: Arena
 ) -> StepGraph | None:
     """Return the graph of device.graph; None if there can be none, and rank 0 says why."""
-    if config.device.graph == "no":
-        return None
     reasons = {
         f"device.kind is {backend.kind}.": backend.kind != "cuda",
         "The host drives the messages of several ranks.": transport.size > 1,

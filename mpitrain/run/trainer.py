@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,10 +31,12 @@ from mpitrain.regions import share
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, agree_on
-from mpitrain.run.step_graph import graph_of_steps
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
+
+if TYPE_CHECKING:
+    from mpitrain.run.step_graph import StepGraph
 
 Shape = tuple[int, ...]
 
@@ -385,7 +387,13 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._graph = graph_of_steps(config, self.backend, self.transport, self.replica, self.arena)
+        self._graph: StepGraph | None = None
+        if config.device.graph != "no":
+            from mpitrain.run.step_graph import graph_of_steps
+
+            self._graph = graph_of_steps(
+                config, self.backend, self.transport, self.replica, self.arena
+            )
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.

@@ -130,48 +130,26 @@ def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss
 
 
-def check_saved(layers: Plain) -> None:
-    """Raise ConfigError if a key of [memory] needs a layer that the model does not have.
-
-    layers  the factory, after the model has been built with it
-    """
-    memory = layers.memory
-    for key, constructor, is_set in (
-        ("recompute=attention", "attention", memory.recompute == "attention"),
-        (f"logit_chunks={memory.logit_chunks}", "head", memory.logit_chunks > 1),
-    ):
-        if is_set and constructor not in layers.made:
-            raise ConfigError(
-                f"memory.{key} changes the layer `{constructor}` of the set of layers, but this model has none.",
-                f"Leave memory.{key.partition('=')[0]} out, or make that layer from the set of layers.",
-            )
-
-
 def check_used(layers: Plain, attend: str, cp: int) -> None:
-    """Raise ConfigError if a key of dropout, a window, documents or layout.cp needs a layer that the model lacks.
+    """Raise ConfigError if a key needs a layer that the model lacks.
 
     layers      the factory, after the model has been built with it
     attend, cp  data.attend and layout.cp
     """
-    keys = layers.keys
-    for key, constructor, value in (
-        ("model.dropout", "dropout", keys.dropout),
-        ("model.attention_dropout", "attention dropout", keys.attention_dropout),
-        ("model.window", "a window", keys.window),
+    keys, memory = layers.keys, layers.memory
+    for key, value, usual, layer in (
+        ("model.dropout", keys.dropout, 0, "dropout"),
+        ("model.attention_dropout", keys.attention_dropout, 0, "attention with dropout"),
+        ("model.window", keys.window, 0, "attention in a window"),
+        ("memory.recompute", memory.recompute == "attention" and "attention", "none", "attention"),
+        ("memory.logit_chunks", memory.logit_chunks, 1, "head"),
+        ("data.attend", attend, "window", "attention"),
+        ("layout.cp", cp, 1, "attention"),
     ):
-        if value and constructor not in layers.made:
+        if value and value != usual and layer not in layers.made:
             raise ConfigError(
-                f"{key} {value:g} needs layers with {constructor}, but this model has none.",
-                f"Set {key} to 0, or make them with the layer factory.",
-            )
-    for key, usual, is_set in (
-        ("data.attend=document", "data.attend to window", attend == "document"),
-        (f"layout.cp={cp}", "layout.cp to 1", cp > 1),
-    ):
-        if is_set and "attention" not in layers.made:
-            raise ConfigError(
-                f"{key} needs the layer `attention` of the layer factory, but this model has none.",
-                f"Set {usual}, or make attention with the layer factory.",
+                f"{key}={value} needs the layer factory's {layer}, but this model has none.",
+                f"Set {key} to {usual}, or make {layer} with the layer factory.",
             )
 
 
