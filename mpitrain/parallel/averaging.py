@@ -102,14 +102,11 @@ class Averaging(Replica):
 
     def make_parameters(self) -> None:
         super().make_parameters()
-        assert self.frozen is not None
         storage, grid = self.storage, self.grid
         self.own, self._own_weights = self.parameters, self._weights
         self.average = grid.world.transport.allocate(storage.length, storage.dtype)
         self._average_weights = (
-            storage.weights(self.average, self.frozen.flat)
-            if self.mirror is None
-            else self._weights
+            storage.weights(self.average, self.frozen) if self.mirror is None else self._weights
         )
         self.mirrors = {}  # `begin` and `sync` write the mirror
         self.parameter_arrays.append(self.average)

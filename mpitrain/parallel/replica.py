@@ -18,7 +18,7 @@ from mpitrain.collectives.engine.executor import ExposedTime, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights
-from mpitrain.layers.flat import Bucket, Storage
+from mpitrain.layers.flat import Bucket, FlatLayout, Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import Device
 from mpitrain.optim import Optimizer
@@ -246,9 +246,9 @@ class SkippedUpdates:
             each.restore(scalars)
 
 
-def whole(storage: Storage) -> list[Piece]:
-    """Return the one piece that is the whole flat buffer of trained tensors."""
-    return [Piece(0, storage.length, 0)]
+def whole(layout: FlatLayout) -> list[Piece]:
+    """Return the one piece that is the whole flat buffer of a layout."""
+    return [Piece(0, layout.length, 0)]
 
 
 def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
@@ -259,34 +259,6 @@ def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
     """Return the view of each piece in its owner's buffer of pieces alone: from its `offset` on."""
     return [flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
-
-
-class FrozenParameters:
-    """Parameters that are not trained: no gradient, no optimizer state, no messages.
-
-    flat  1-D, all of this rank or its shards concatenated, in the dtype with which layers compute.
-          In half precision there are no float32 masters.
-    """
-
-    def __init__(self, replica: "Replica", pieces: Sequence[Piece] | None = None):
-        """Allocate them; not collective.
-
-        pieces  this rank's shards of the flat buffer of frozen tensors; None: the whole buffer
-        """
-        self._device, self._arena = replica.device, replica.arena
-        self._layout = layout = replica.storage.frozen
-        self._pieces = [Piece(0, layout.length, 0)] if pieces is None else pieces
-        length = sum(piece.stop - piece.start for piece in self._pieces)
-        self.flat = replica.device.backend.zeros(length, replica.computed)
-
-    def loaded(self) -> None:
-        if self._device.mirror and not self._device.half and self.flat.size:
-            self._device.mirror(self.flat, self.flat, self._arena)
-
-    def state(self) -> list[StateBuffer]:
-        if not self._layout.entries:
-            return []
-        return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]
 
 
 class Sizes(NamedTuple):
@@ -376,7 +348,9 @@ class Replica:
                  same element
     members      the ranks whose gradients are summed
     sharing      the groups over which elements of a tensor are divided, besides tp
-    frozen       the parameters that are not trained; None on a server, which has none
+    frozen       1-D, the parameters that are not trained, in the dtype with which layers compute; if the
+                 mode shards, this rank's pieces concatenated. They have no masters, gradients, state or
+                 messages. A server has none
     parameter_arrays, gradient_arrays   all arrays that were allocated for them
     optimizer    updates the pieces of `owned`, which may be none
     skips        the count of skipped updates, and the loss scale
@@ -399,7 +373,6 @@ class Replica:
 
     mirror: Any = None
     sharing: Sequence[Group] = ()
-    frozen: FrozenParameters | None
 
     # What the mode says of itself.
 
@@ -520,9 +493,9 @@ class Replica:
         self.parameters = self.used = allocate(storage.length, storage.dtype)
         if self.device.mirror:
             self.mirror = self.used = allocate(storage.length, self.computed)
-        self.frozen = FrozenParameters(self)
-        self._weights = storage.weights(self.used, self.frozen.flat)
-        self.parameter_arrays: list[Any] = [self.parameters, self.used, self.frozen.flat]
+        self.make_frozen(whole(storage.frozen))
+        self._weights = storage.weights(self.used, self.frozen)
+        self.parameter_arrays: list[Any] = [self.parameters, self.used, self.frozen]
         pieces = self.pieces()
         self.owned = dict(zip(pieces, spread(self.parameters, pieces), strict=True))
         self.mirrors: Mapping[Piece, Any] = (
@@ -530,6 +503,12 @@ class Replica:
             if self.mirror is None
             else dict(zip(pieces, spread(self.mirror, pieces), strict=True))
         )
+
+    def make_frozen(self, pieces: Sequence[Piece]) -> None:
+        """Allocate these pieces of the flat buffer of frozen tensors."""
+        self._frozen_pieces = pieces
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self.frozen = self.device.backend.zeros(length, self.computed)
 
     def make_gradients(self) -> None:
         """Allocate the gradients, and bind their sums; collective."""
@@ -852,9 +831,14 @@ class Replica:
 
     def parameter_state(self) -> list[StateBuffer]:
         """Return the parameters for checkpoints, current on all ranks; collective."""
-        assert self.frozen is not None
         own = StateBuffer("parameters", self.parameters, whole(self.storage))
-        return [own, *self.frozen.state()]
+        return [own, *self.frozen_state()]
+
+    def frozen_state(self) -> list[StateBuffer]:
+        """Return the frozen parameters for checkpoints, if there are any."""
+        entries = self.storage.frozen.entries
+        own = StateBuffer("parameters", self.frozen, self._frozen_pieces, entries=entries)
+        return [own] if entries else []
 
     def optimizer_state(self) -> list[StateBuffer]:
         return self.optimizer.arrays() if self.optimizer.pieces else []
@@ -865,8 +849,9 @@ class Replica:
         scalars  `skips.scalars()` of that checkpoint; {}: of a new run
         """
         self.skips.restore(scalars)
-        if self.frozen:
-            self.frozen.loaded()
+        device = self.device
+        if device.mirror and not device.half and self.frozen.size:
+            device.mirror(self.frozen, self.frozen, self.arena)
         self.loaded()
 
     def held_by_kind(self) -> dict[str, int]:

@@ -256,7 +256,8 @@ class Server(Replica):
 
     def make_parameters(self) -> None:
         storage, allocate = self.storage, self.grid.world.transport.allocate
-        pieces, self.frozen, self.mirrors = self.pieces(), None, {}
+        pieces, self.mirrors = self.pieces(), {}
+        self.make_frozen(())
         length = sum(piece.stop - piece.start for piece in pieces)
         self.parameters = allocate(length, storage.dtype)
         if self.device.mirror:

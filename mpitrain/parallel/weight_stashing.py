@@ -98,14 +98,13 @@ class PipeDream(Replica):
 
     def make_parameters(self) -> None:
         super().make_parameters()
-        assert self.frozen is not None
         storage, zeros = self.storage, self.device.backend.zeros
         self._versions = [
             self.used,
             *(zeros(storage.length, self.computed) for _ in range(self.versions - 1)),
         ]
         self.parameter_arrays += self._versions[1:]
-        self._views = [storage.weights(version, self.frozen.flat) for version in self._versions]
+        self._views = [storage.weights(version, self.frozen) for version in self._versions]
         self.begun = self._made = 0
 
     def counted(self) -> Sequence[Piece]:

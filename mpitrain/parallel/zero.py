@@ -51,7 +51,7 @@ from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
 from mpitrain.parallel.grid import EXPERTS, Grid
-from mpitrain.parallel.replica import FrozenParameters, Replica, Sizes, compact, spread, whole
+from mpitrain.parallel.replica import Replica, Sizes, compact, spread, whole
 from mpitrain.regions import Piece, share
 from mpitrain.transport.base import Transport
 
@@ -247,9 +247,9 @@ class Zero1(Replica):
         if device.mirror:
             self.mirror, self.mirrors = used, self.owned
             self.make_shards()
-        self.frozen = FrozenParameters(self)
-        self.parameter_arrays = [self.parameters, used, self.frozen.flat]
-        self._weights = storage.weights(used, self.frozen.flat)
+        self.make_frozen(whole(storage.frozen))
+        self.parameter_arrays = [self.parameters, used, self.frozen]
+        self._weights = storage.weights(used, self.frozen)
         gathers = [shards.gather(b, used[b.start : b.stop]) for b in shards.pieces]
         self._gathers: dict[Any, Reduction] = dict(zip(shards.owned, gathers, strict=True))
         self._needed: list[list[Any]] = [
@@ -313,10 +313,9 @@ class Zero1(Replica):
                 self._start(self._gathers[piece])
 
     def parameter_state(self) -> list[StateBuffer]:
-        assert self.frozen is not None
         self.sync()
         pieces = self.shards.owned if self.device.mirror else whole(self.storage)
-        return [StateBuffer("parameters", self.parameters, pieces), *self.frozen.state()]
+        return [StateBuffer("parameters", self.parameters, pieces), *self.frozen_state()]
 
 
 class Zero2(Zero1):
@@ -532,7 +531,7 @@ class Zero3(Zero2):
         self.mirrors = {}  # `_gather` rounds the parameters of each unit
         frozen = sorted(storage.frozen_buckets())
         pieces = shards.of(frozen)
-        self.frozen = FrozenParameters(self, pieces)
+        self.make_frozen(pieces)
         buckets = [*shards.pieces, *frozen]
         self.parameter_slots = UnshardedBuffers(
             storage,
@@ -542,7 +541,7 @@ class Zero3(Zero2):
             self.chunks,
             self.computed,
         )
-        self.parameter_arrays = [self.parameters, self.frozen.flat, self.parameter_slots.flat]
+        self.parameter_arrays = [self.parameters, self.frozen, self.parameter_slots.flat]
         self._weights = storage.nested(self.parameter_slots.tensors)
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(self.settings.gather)
@@ -551,7 +550,7 @@ class Zero3(Zero2):
             if wire.name == "none"
             else lambda bucket, unit: shards.groups_of(bucket)[0].bind_coded_all_gather(unit, wire)
         )
-        held = [*self.owned.values(), *compact(self.frozen.flat, pieces)]
+        held = [*self.owned.values(), *compact(self.frozen, pieces)]
         self._master = dict(zip(buckets, held, strict=True))
         self._in_slot = within(
             shards.pieces | dict(zip(frozen, pieces, strict=True)), self.parameter_slots.views
@@ -639,11 +638,10 @@ class Zero3(Zero2):
         """Do nothing: `parameter_state` has emptied the slots."""
 
     def parameter_state(self) -> list[StateBuffer]:
-        assert self.frozen is not None
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
         self.sync()
         own = StateBuffer("parameters", self.parameters, list(self.owned))
-        return [own, *self.frozen.state()]
+        return [own, *self.frozen_state()]
 
 
 def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:

@@ -5,7 +5,7 @@ instructions of a rank, and knows no schedule. `Pipeline` has the programs to tr
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -404,7 +404,7 @@ class Pipeline:
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
         """
-        here, self._last = transport.rank, plan.stage_of[-1]
+        here, self._stage_of = transport.rank, plan.stage_of
         self._transport, self._chunks = transport, chunks
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
         channel, self.peak_bytes, self._micro_batches = self.channel, 0, plan.micro_batches
@@ -425,7 +425,6 @@ class Pipeline:
             parts={chunk: [unit.name for unit in chunks[chunk]] for chunk in self.stages}
         )
         self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
-        self._infer_program = with_messages(forward_alone(plan.stage_of))[here]
         self.input_shape = cache(partial(input_shape, chunks))
 
     def train(
@@ -462,6 +461,10 @@ class Pipeline:
 
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; in this class there are none."""
+
+    @cached_property
+    def _infer_program(self) -> Sequence[Instruction]:
+        return with_messages(forward_alone(self._stage_of))[self._transport.rank]
 
     def infer(self, shape: Shape, first: Callable[[], Any], places: Places | None = None) -> Any:
         """Run one forward without a backward, and return the model's output.

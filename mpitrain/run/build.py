@@ -132,7 +132,7 @@ def build(
     models, frozen = job.models, trainer.replica.frozen
     kept = trainer.replica.state() if folder or models else []
     if fills:
-        kept = [buffer for buffer in kept if frozen and buffer.array is frozen.flat]
+        kept = [buffer for buffer in kept if buffer.array is frozen]
     checkpoint = loading.read_beside(transport, folder) if folder else None
     if not checkpoint:
         given = {entry.name for entry in trainer.storage.entries if fills}

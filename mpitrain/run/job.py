@@ -180,7 +180,8 @@ class Job:
             names = [unit.full_name(p) for unit in cut.model for p in unit.layer.parameters()]
             check_groups(config.optimizer, names)
         algorithms = config.replication.algorithm, config.layout.algorithm
-        check_hosts(self.axes, self.hosts, *algorithms, cut.tied)
+        if {*algorithms} != {"auto"}:
+            check_hosts(self.axes, self.hosts, *algorithms, cut.tied)
         return cut
 
     def with_micro_batches(self, micro_batches: int) -> Job | None:

@@ -363,13 +363,14 @@ class Trainer:
             chunks=numbers,
             first=cut.first(self.units),
         )
+        self._tokens_of_experts: TokensOfExperts | None = None
         # Without common steps no sum has all ranks.
-        together = is_synchronous(config.replication, config.pipeline.schedule)
-        self._tokens_of_experts = (
-            TokensOfExperts(layers.tally, self.backend, grid.world.bind, grid.axes.tp)
-            if together and layers.tally is not None
-            else None
-        )
+        if layers.tally is not None and is_synchronous(
+            config.replication, config.pipeline.schedule
+        ):
+            self._tokens_of_experts = TokensOfExperts(
+                layers.tally, self.backend, grid.world.bind, grid.axes.tp
+            )
         dtype = job.device.half or self.storage.dtype
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
             job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype

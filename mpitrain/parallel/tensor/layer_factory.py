@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import ALL_ROWS, ALL_TOKENS, Layer, Loss, TokenShare, Unit, WholeRows
+from mpitrain.layers.base import ALL_ROWS, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
@@ -19,54 +19,13 @@ NO_KEYS = Model()
 
 
 class LayerFactory(Plain):
-    """The layer factory that a `Trainer` passes to a model: that of `rows`, with context parallelism.
-
-    context   the context-parallel group, which divides the tokens of each row; None: no other rank
-    settings  rows, tokens, keys, memory and seed, as of `Plain`
-    """
+    """The layer factory that a `Trainer` passes to a model: that of `rows`."""
 
     _split: VocabParallelCrossEntropy | None = None
 
-    def __init__(self, ops: Ops, context: Group | None = None, **settings: Any):
-        super().__init__(ops, **settings)
-        self.context = context
-
-    def attention(
-        self, width: int, heads: int, kv_heads: int | None = None, *rest: Any, **more: Any
-    ) -> Layer:
-        inner, context = super().attention(width, heads, kv_heads, *rest, **more), self.context
-        if not context or self.tokens.is_ring:
-            return inner
-        return Ulysses(inner, heads, heads if kv_heads is None else kv_heads, self.rows, context)
-
-    def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
-        """Return attention of this rank's heads; with `ulysses` context-parallel ranks divide these."""
-        if not (context := self.context):
-            return super()._heads(heads, kv_heads, *rest)
-        run, own = self._own_heads(heads, kv_heads)
-        if self.tokens.is_ring:
-            arguments = len(run), len(own), *rest, self.rows, run.start, heads
-            return RingAttention(context, self.ops, *arguments)
-        among = WholeRows(context.rank, context.size)
-        part = among.run(len(run), "heads")
-        run = run[part.start : part.stop]
-        own = among.run(len(own), "key and value heads")
-        arguments = len(run), len(own), *rest, ALL_ROWS, run.start, heads
-        return Attention(self.ops, *arguments)
-
-    def all_tokens(self, x: Any, arena: Arena) -> Any:
-        return all_tokens(x, self.context, self.tokens, arena) if self.context else x
-
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
-        if not self.context:
-            return self.rows.filled(shape)
-        ranks, chunks, (sequences, tokens) = self.context.size, self.tokens.chunks, shape
-        each = chunks // ranks  # chunks of a rank
-        sequences, own = self.rows.filled((sequences, -(-tokens // chunks) * each))
-        if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
-            sequences, own = self.rows.filled((sequences, own + 1))
-        return sequences, ranks * own
+        return self.rows.filled(shape)
 
     def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
         """Return the head of this rank's vocabulary; `loss` and `whole` then expect its logits."""
@@ -90,6 +49,51 @@ class LayerFactory(Plain):
         return self._split.vocab if self._split else own
 
 
+class ContextParallel(LayerFactory):
+    """The layer factory of ranks that divide the tokens of each row (layout.cp).
+
+    context   the group of these ranks
+    settings  rows, tokens, keys, memory and seed, as of `Plain`
+    """
+
+    def __init__(self, ops: Ops, context: Group, **settings: Any):
+        super().__init__(ops, **settings)
+        self.context = context
+
+    def attention(
+        self, width: int, heads: int, kv_heads: int | None = None, *rest: Any, **more: Any
+    ) -> Layer:
+        inner = super().attention(width, heads, kv_heads, *rest, **more)
+        if self.tokens.is_ring:
+            return inner
+        shared = heads if kv_heads is None else kv_heads
+        return Ulysses(inner, heads, shared, self.rows, self.context)
+
+    def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
+        """Return attention of this rank's heads; with `ulysses` context-parallel ranks divide these."""
+        context, (run, own) = self.context, self._own_heads(heads, kv_heads)
+        if self.tokens.is_ring:
+            arguments = len(run), len(own), *rest, self.rows, run.start, heads
+            return RingAttention(context, self.ops, *arguments)
+        among = WholeRows(context.rank, context.size)
+        part = among.run(len(run), "heads")
+        run = run[part.start : part.stop]
+        own = among.run(len(own), "key and value heads")
+        arguments = len(run), len(own), *rest, ALL_ROWS, run.start, heads
+        return Attention(self.ops, *arguments)
+
+    def all_tokens(self, x: Any, arena: Arena) -> Any:
+        return all_tokens(x, self.context, self.tokens, arena)
+
+    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
+        ranks, chunks, (sequences, tokens) = self.context.size, self.tokens.chunks, shape
+        each = chunks // ranks  # chunks of a rank
+        sequences, own = self.rows.filled((sequences, -(-tokens // chunks) * each))
+        if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
+            sequences, own = self.rows.filled((sequences, own + 1))
+        return sequences, ranks * own
+
+
 class GroupShape(NamedTuple):
     """A rank and a size in place of a Group, for layers that are described but never computed."""
 
@@ -100,8 +104,8 @@ class GroupShape(NamedTuple):
 def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
 ) -> LayerFactory:
-    """Return the layer factory of a tensor-parallel group.    context, settings: as of `LayerFactory`"""
-    rows, share = ALL_ROWS, ALL_TOKENS
+    """Return the layer factory of a tensor-parallel group.    context, settings: as of `ContextParallel`"""
+    rows = ALL_ROWS
     if group.size > 1:
         tokens = settings.get("keys", NO_KEYS).context // layout.cp
         rows = (
@@ -111,14 +115,15 @@ def layers_for(
         )
     if context:
         share = TokenShare(context.rank, context.size, layout.cp_mode == "ring")
-    return LayerFactory(ops, context, rows=rows, tokens=share, **settings)
+        return ContextParallel(ops, context, rows=rows, tokens=share, **settings)
+    return LayerFactory(ops, rows=rows, **settings)
 
 
 def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
     """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
     Without a group, its layers list their parameters and shapes, but cannot compute.
-    settings  as of `LayerFactory`
+    settings  as of `ContextParallel`
     """
     shape = cast(Group, GroupShape(layout.tp - 1, layout.tp))
     return layers_for(ops, shape, layout, **settings)

@@ -34,7 +34,7 @@ def changed(trainer: Trainer) -> list[StateBuffer]:
     """Return the state that a step changes; collective. Call `sync_parameters` before."""
     frozen = trainer.replica.frozen
     kept = trainer.replica.state()
-    return [buffer for buffer in kept if not frozen or buffer.array is not frozen.flat]
+    return [buffer for buffer in kept if buffer.array is not frozen]
 
 
 def arrays_of(trainer: Trainer) -> list[Any]:
