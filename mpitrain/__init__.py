@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.errors import PeerLost as PeerLost
     from mpitrain.layers.base import Unit as Unit
+    from mpitrain.layers.base import normal as normal
     from mpitrain.layers.compose import Residual as Residual
     from mpitrain.layers.compose import Sequential as Sequential
-    from mpitrain.layers.initial import normal as normal
     from mpitrain.layers.plain import Plain as Plain
     from mpitrain.models.bert import bert as bert
     from mpitrain.models.classifiers import cnn as cnn
@@ -94,7 +94,7 @@ _HOMES = {
     "llama": "models.llama",
     "load": "run.whole",
     "mlp": "models.classifiers",
-    "normal": "layers.initial",
+    "normal": "layers.base",
     "ops_for": "ops.device",
     "parse": "run.choices",
     "ranks": "transport.mpi",

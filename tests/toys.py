@@ -7,8 +7,7 @@ from mpitrain.collectives.plans.steps import relabel
 from mpitrain.collectives.selection.algorithm import of_plan
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.data import SOURCES, SourceKind
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Unit, normal
 from mpitrain.models.table import MODELS, Model
 from mpitrain.ops import OPERATIONS, Operation
 from mpitrain.optim import RULES

@@ -17,8 +17,7 @@ import numpy as np
 
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Parameter, Unit, normal
 from mpitrain.run.trainer import Trainer
 
 MODES = {"all-reduce": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.config import Config, parse, with_settings
-from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Parameter, Unit, normal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Transport
 

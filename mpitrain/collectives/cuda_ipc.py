@@ -48,7 +48,8 @@ from mpitrain.collectives.engine.executor import Combine, Execution, Reduction
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, say
-from mpitrain.machine.backend import Copy, Recordable
+from mpitrain.machine.backend import Copy
+from mpitrain.machine.cuda import SharedEvent
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Request, Transport, named
 from mpitrain.transport.device import Aside, DeviceTransport
@@ -221,7 +222,7 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
     )
 
 
-def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
+def _events(transport: DeviceTransport) -> tuple[SharedEvent, list[Any]]:
     """Return this rank's event, and the opened events of all others; collective.
 
     raises  CommError on all ranks if one rank cannot share or open an event
@@ -250,8 +251,8 @@ class StreamOrdered(Reduction):
         transport: DeviceTransport,
         array: Any,
         tag: int,
-        ready: tuple[Recordable, Sequence[Any]],
-        done: tuple[Recordable, Sequence[Any]],
+        ready: tuple[SharedEvent, Sequence[Any]],
+        done: tuple[SharedEvent, Sequence[Any]],
         work: Callable[[], None],
     ):
         self._transport, self._ready, self._events, self._work = transport, ready, done, work

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.base import Gradients, Now, Parameter, Weights
+from mpitrain.layers.base import Gradients, Now, Parameter, Weights, uniform, zeros
 from mpitrain.layers.dropout import Drawing, Dropout
-from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.recomputed import input_of, state_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows

@@ -48,13 +48,38 @@ from mpitrain.regions import share
 Rectangle = tuple[slice, ...]
 """A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""
 
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+"""(generator, shape) -> float64 array: the initial value of a whole tensor."""
+
+
+def normal(std: float) -> Draw:
+    """Return a function that draws Gaussian initial values with mean 0 and standard deviation
+    `std`.
+    """
+    return lambda generator, shape: generator.standard_normal(shape) * std
+
+
+def zeros(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return all zeros; the generator is not used."""
+    return np.zeros(shape)
+
+
+def ones(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return all ones; the generator is not used."""
+    return np.ones(shape)
+
+
+def uniform(bound: float) -> Draw:
+    """Return a function that draws uniform initial values from -`bound` to `bound`."""
+    return lambda generator, shape: generator.uniform(-bound, bound, shape)
+
 
 class Parameter(NamedTuple):
     """A logical tensor, or the region of it on this rank.
 
     name       dotted, relative to the layer that lists it; independent of the layout
     shape      of the whole logical tensor
-    draw       (generator, shape) -> float64 array: the initial value of the whole tensor
+    draw       makes the initial value
     decayed    whether weight decay applies
     slices     the region on this rank, as rectangles that differ in at most one dim and are joined
                along it; queries, keys and values of some heads are three rectangles; None: the
@@ -73,7 +98,7 @@ class Parameter(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    draw: Draw
     decayed: bool
     slices: tuple[Rectangle, ...] | None = None
     trainable: bool = True

@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Now, Parameter, Weights
-from mpitrain.layers.initial import Draw, zeros
+from mpitrain.layers.base import Draw, Gradients, Now, Parameter, Weights, zeros
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 

@@ -22,6 +22,7 @@ from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import (
     ALL_ROWS,
     ALL_TOKENS,
+    Draw,
     Fusion,
     GeluCut,
     Gradients,
@@ -33,13 +34,15 @@ from mpitrain.layers.base import (
     Weights,
     WholeRows,
     flat_rows,
+    normal,
+    ones,
+    zeros,
 )
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.experts import Experts
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
-from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend, copy_rows

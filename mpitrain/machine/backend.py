@@ -7,13 +7,16 @@ This module has the protocols, the backends of host memory, and copies within on
 import ctypes
 import time
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.compiling import compiler
 from mpitrain.machine.process import Kind
+
+if TYPE_CHECKING:
+    from mpitrain.machine.cuda import SharedEvent
 
 
 class Mark(Protocol):
@@ -50,16 +53,6 @@ class Copy(Protocol):
 
     def wait(self) -> None:
         """Block until `test` would return True."""
-
-
-class Recordable(Protocol):
-    """An event that this process records repeatedly, and for which other processes wait."""
-
-    handle: str
-    """The CUDA IPC handle, in hexadecimal digits."""
-
-    def record(self) -> None:
-        """Record the event behind all work started so far on the current stream."""
 
 
 class Backend(Protocol):
@@ -147,7 +140,7 @@ class DeviceBackend(Backend, Protocol):
         raises          CommError if the driver refuses
         """
 
-    def shared_event(self) -> Recordable:
+    def shared_event(self) -> "SharedEvent":
         """Return a new event that other processes of the host can open; it is not recorded yet.
 
         It must outlive its use in those processes.

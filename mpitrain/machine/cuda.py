@@ -33,8 +33,9 @@ class CudaMark:
 
 
 class SharedEvent:
-    """CUDA event of this process that other processes of the host can wait for.
+    """CUDA event that this process records repeatedly, and for which other processes of the host wait.
 
+    handle  the CUDA IPC handle, in hexadecimal digits
     raises  CUDARuntimeError if the driver refuses to share it
     """
 
@@ -44,6 +45,7 @@ class SharedEvent:
         self.handle: str = cuda.runtime.ipcGetEventHandle(self.event.ptr).hex()
 
     def record(self) -> None:
+        """Record the event behind all work started so far on the current stream."""
         self._cuda.get_current_stream().record(self.event)
 
 

@@ -5,9 +5,8 @@ The units are the embedding, its norm, 2 x depth half-blocks norm(x + f(x)), and
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import FirstToken, GeluErf, Plain, Tanh
 
 TYPES = 2

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import cycle, pairwise
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 
 

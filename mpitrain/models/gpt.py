@@ -7,9 +7,8 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 from collections.abc import Sequence
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations  # so that help() prints signatures as they a
 import math
 
 from mpitrain.config import Model
-from mpitrain.layers.base import Layer, Unit
+from mpitrain.layers.base import Layer, Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain, Rotary
 
 

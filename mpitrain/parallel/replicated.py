@@ -22,9 +22,8 @@ from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import KEPT_ON_HOST, Replication, parse
 from mpitrain.errors import CommError, ConfigError, MpitrainError
-from mpitrain.layers.base import Parameter
+from mpitrain.layers.base import Parameter, zeros
 from mpitrain.layers.flat import GRAIN, FlatLayout
-from mpitrain.layers.initial import zeros
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.machine.cuda import as_array, kind_of

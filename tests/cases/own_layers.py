@@ -4,9 +4,8 @@ import zlib
 
 import numpy as np
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 
 
 class Dropout:

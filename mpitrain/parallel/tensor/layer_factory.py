@@ -6,9 +6,8 @@ from typing import Any, NamedTuple, cast
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import ALL_ROWS, Layer, Loss, TokenShare, Unit, WholeRows
+from mpitrain.layers.base import ALL_ROWS, Draw, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
-from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops

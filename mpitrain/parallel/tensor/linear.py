@@ -35,8 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Fusion, Now, Weights, WholeRows
-from mpitrain.layers.initial import Draw
+from mpitrain.layers.base import Draw, Fusion, Now, Weights, WholeRows
 from mpitrain.layers.plain import Linear, Plain
 from mpitrain.machine.arena import Arena
 

@@ -12,8 +12,7 @@ from mpitrain.collectives.engine.executor import ProgressEngine, ProgressThread,
 from mpitrain.collectives.group import Group, bind
 from mpitrain.config import Layout
 from mpitrain.errors import CommError
-from mpitrain.layers.base import READING
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import READING, normal
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.dropout import Dropout
-from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import has_memory
 from mpitrain.run.build import build

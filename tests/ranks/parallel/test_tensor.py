@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.plain import Linear, Plain
 from mpitrain.models.classifiers import mlp
 from mpitrain.ops.codes import WIRE_BLOCK as BLOCK

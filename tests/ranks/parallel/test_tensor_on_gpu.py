@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Unit, normal
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.run.build import build
 from mpitrain.run.trainer import Trainer

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import READING, Unit, backward
+from mpitrain.layers.base import READING, Unit, backward, normal
 from mpitrain.layers.compose import Residual, Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt

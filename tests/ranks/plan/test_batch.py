@@ -14,8 +14,7 @@ from mpitrain.cli.job_options import configured
 from mpitrain.cli.plan.jobs import plan_batch as plan
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Unit, normal
 from mpitrain.machine.arena import HostMemory
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse

@@ -8,8 +8,7 @@ import pytest
 
 from mpitrain.data import DOCUMENT_END, IGNORED, Reading, open_source
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import zeros
+from mpitrain.layers.base import Unit, zeros
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import device_for
 from mpitrain.run.build import build, open_run

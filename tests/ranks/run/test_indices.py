@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError, DataError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import ops_for
 from mpitrain.run.build import build

@@ -9,8 +9,7 @@ import pytest
 from mpitrain.config import with_settings
 from mpitrain.data import SOURCES, SourceKind
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
-from mpitrain.layers.initial import normal
+from mpitrain.layers.base import Unit, normal
 from mpitrain.models.table import MODELS, Model
 from mpitrain.run.build import build, open_run
 from mpitrain.run.build import configured as reopened

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import READING, Unit
+from mpitrain.layers.base import READING, Unit, normal
 from mpitrain.layers.compose import Residual, Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Norm, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.base import Unit, backward, normal
 from mpitrain.layers.compose import Sequential
-from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import has_memory
