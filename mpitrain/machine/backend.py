@@ -7,16 +7,13 @@ This module has the protocols, the backends of host memory, and copies within on
 import ctypes
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.compiling import compiler
 from mpitrain.machine.process import Kind
-
-if TYPE_CHECKING:
-    from mpitrain.machine.cuda import SharedEvent
 
 
 class Mark(Protocol):
@@ -140,7 +137,7 @@ class DeviceBackend(Backend, Protocol):
         raises          CommError if the driver refuses
         """
 
-    def shared_event(self) -> "SharedEvent":
+    def shared_event(self) -> Any:
         """Return a new event that other processes of the host can open; it is not recorded yet.
 
         It must outlive its use in those processes.
