@@ -29,7 +29,7 @@ from mpitrain.pipeline.instructions import (
     Plan,
     with_messages,
 )
-from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of
+from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of, table_of
 from mpitrain.pipeline.simulate import Cost, simulate
 
 LETTERS = {kind: letters for letters, kind in KINDS.items()}
@@ -102,7 +102,10 @@ def find_plan(
     # An unknown name goes to plan_of as well, which raises the error.
     if name in NAMED or not os.path.exists(name):
         count = MICRO_BATCHES if micro_batches is None else micro_batches
-        return plan_of(name, STAGES if stages is None else stages, count, chunks)
+        plan = plan_of(name, STAGES if stages is None else stages, count, chunks)
+        if table_of(name).is_added(name):
+            check(plan, f"{name}{table_of(name).of_plugin(name)}", count)
+        return plan
     plan = read_plan(Path(name))
     theirs = len(plan.by_stage), plan.micro_batches
     if (

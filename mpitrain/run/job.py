@@ -36,7 +36,7 @@ from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_used, described
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Chunks, Units, cut_in_chunks
-from mpitrain.pipeline.schedules import NAMED, plan_of
+from mpitrain.pipeline.schedules import NAMED, plan_of, table_of
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import check
 from mpitrain.run.rules import (
@@ -467,13 +467,13 @@ def _planned(config: Config, sizes: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file."""
     settings, stages, micro_batches = config.pipeline, sizes.pp, config.batch.micro_batches
     name, chunks = settings.schedule, settings.chunks or None
-    if name in NAMED:
-        if not micro_batches:
-            rows = config.batch.size // sizes.dp
-            micro_batches = _filling(stages, rows, sequences_of(config)) if stages > 1 else 1
+    if name in NAMED and not micro_batches:
+        rows = config.batch.size // sizes.dp
+        micro_batches = _filling(stages, rows, sequences_of(config)) if stages > 1 else 1
+    if name in NAMED and not table_of(name).is_added(name):
         plan = plan_of(name, stages, micro_batches, chunks)
     else:
-        from mpitrain.pipeline.schedule_files import find_plan
+        from mpitrain.pipeline.schedule_files import find_plan  # It checks what others have made.
 
         plan = find_plan(name, stages, micro_batches or None, chunks)
     check_each(of_plan(config, plan, stages))
