@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mpitrain.errors import ConfigError, PeerLost, say
 from mpitrain.machine import process
+from mpitrain.torch.calls import within_cpp
 from mpitrain.transport import ulfm
 from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.mpi import MpiTransport, connect, join_world
@@ -137,7 +138,8 @@ def _answer(transport: Transport, tags: Sequence[int], served: Served) -> None:
         rank, pause = request.source, 1e-5
         number, name, *arguments = recv_bytes(transport, int(length[0]), rank, ask)
         try:
-            value: Any = getattr(served.keys, name)(*arguments)
+            with within_cpp():
+                value: Any = getattr(served.keys, name)(*arguments)
         except Exception as error:
             value = RuntimeError(f"{name} of the store: {error}")
         send_object(transport, (number, value), rank, answer)
