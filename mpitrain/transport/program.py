@@ -2,9 +2,11 @@
 FILE ...
 """
 
+import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from types import TracebackType
 
@@ -13,6 +15,9 @@ from mpitrain.machine import blas_kernels, process, status, stop_signals
 
 STOPPED = 85
 """Exit code of a program that stopped on request, after a checkpoint."""
+
+LINGER = 10.0
+"""Seconds in which a program that has failed on a rank may end its threads, for which Python waits at an exit."""
 
 
 def main(words: list[str]) -> None:
@@ -38,6 +43,7 @@ def main(words: list[str]) -> None:
         if left.code not in (None, 0, STOPPED):
             set_abort_status(left)
             leave_at_once()
+            _limit(left.code if isinstance(left.code, int) else 1)
         else:
             end.tell("left")
         raise
@@ -46,8 +52,29 @@ def main(words: list[str]) -> None:
         traceback.print_exception(error.with_traceback(_below_here(error.__traceback__)))
         set_abort_status(error)
         leave_at_once()
+        _limit(1)
         sys.exit(1)
     end.tell("left")
+
+
+def _limit(code: int) -> None:
+    """Let this process end within LINGER seconds: the other ranks wait until then."""
+
+    def leave() -> None:
+        own = [
+            t.name
+            for t in threading.enumerate()
+            if t is not threading.main_thread() and not t.daemon
+        ]
+        what = f"thread {', '.join(own)}" if own else "what it does at its exit"
+        say(
+            f"rank {process.launched().rank}: has failed, but {what} did not end within {LINGER:g} s; it is ended now"
+        )
+        os._exit(code)
+
+    timer = threading.Timer(LINGER, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _below_here(frames: TracebackType | None) -> TracebackType | None:

@@ -33,6 +33,12 @@ LONGEST = 300
 """Largest number of characters of a report in the last line."""
 
 
+EXITED = re.compile(
+    rb"Process name: +\[[^\]]*,(?P<rank>\d+)\]\s+Exit code: +(?P<code>\d+)|"
+    rb"process rank (?P<leaver>\d+) with PID \d+ on node \S+\s+exiting\s+improperly"
+)
+"""What Open MPI says about the rank that exited first."""
+
 LOST_HOST = re.compile(
     rb"daemon[^-]*?^  Remote (?:host: +|daemon: +\S+ on node )(\S+)$", re.MULTILINE
 )
@@ -48,11 +54,19 @@ class Failure:
     aborted    the time at which a rank of a fault-tolerant job, or of a user's program, ended all of
                them; 0: none has
     too_early  whether a rank of such a job ended before the ranks were connected
+    exited     which rank exited first, by a message of Open MPI that is not shown; "" without one
     """
 
     def __init__(self) -> None:
         self.report, self.refusal, self.is_agreed, self.aborted = "", "", False, 0.0
-        self.too_early = False
+        self.too_early, self.exited = False, ""
+
+    def read_box(self, box: bytes) -> None:
+        """Search a message of Open MPI that is not shown."""
+        if (match := EXITED.search(box)) and not self.exited:
+            rank = (match["rank"] or match["leaver"]).decode()
+            how = f"with code {match['code'].decode()}" if match["code"] else "before the others"
+            self.exited = f"rank {rank} exited {how}"
 
     def read(self, text: bytes) -> None:
         """Search whole lines of output. A line may be read again."""

@@ -189,6 +189,7 @@ class Errors:
     def _show(self, text: bytes, is_dropped: bool) -> bytes:
         if is_dropped:
             self._words.killed.read(text)
+            self._words.failure.read_box(text)
             return b""
         self._words.spoken = self._words.spoken or bool(text)
         return self._said.pass_on(text)
@@ -399,6 +400,14 @@ def run(
         ended = f"the program ended on {words.left} of {leave} ranks"
         say(screen, f"the launcher returned 0, but {ended}: {words.loss}")
         return 1
+    if (
+        code != STOPPED
+        and not (is_ours or killed or passed or words.failure.report)
+        and words.failure.exited
+    ):
+        say(
+            screen, words.failure.exited
+        )  # What the program has said on standard error may be no reason.
     lost = passages[0].lost
     if lost and lost.errno != errno.EPIPE:
         say(screen, f"standard output takes no more, and the result is lost: {lost.strerror}")

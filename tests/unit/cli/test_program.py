@@ -9,7 +9,7 @@ import pytest
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.launch.program import program
 from mpitrain.errors import ConfigError
-from tests.processes import mpitrain
+from tests.processes import mpitrain, run
 from tests.terminals import on_a_terminal
 
 OURS, THEIRS = ["-m", "mpitrain"], ["-m", "mpitrain.transport.program"]
@@ -77,3 +77,16 @@ def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
     words = ["-m", "mpitrain", "launch", "-n", "2", "--dry-run", "--", "train"]
     _, shown = on_a_terminal([sys.executable, *words])
     assert b"-m mpitrain train" in shown and b"\x1b" not in shown, "the result, to be copied"
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_failed_does_not_wait_for_its_threads_for_ever(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), name='reader').start()\nsys.exit(3)"
+    )
+    code = "from mpitrain.transport import program; program.LINGER = 0.1; program.main(['own.py'])"
+    done = run([sys.executable, "-c", code], cwd=tmp_path)
+    assert (
+        done.returncode == 3 and "has failed, but thread reader did not end within" in done.stderr
+    )

@@ -133,6 +133,17 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
     assert supervised(ending, training=False)[0] == 137
 
 
+@pytest.mark.parametrize(
+    "before, said",
+    [("a warning", ["mpitrain launch: rank 1 exited with code 2"]), ("rank 1: ended", [])],
+)
+def test_a_program_that_said_something_and_then_exited_is_named(before, said):
+    code = f"import sys; sys.stderr.write({before + chr(10)!r} + {EXITED.decode()!r}); sys.exit(2)"
+    process = started(code, training="False, False")
+    errors = process.communicate(timeout=PATIENCE)[1].decode()
+    assert (process.returncode, errors.splitlines()) == (2, [before, *said])
+
+
 LOST_HOST = """
 A daemon failed to report back after being spawned. This could
 
