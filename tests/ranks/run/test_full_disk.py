@@ -52,7 +52,7 @@ SWEEP = {
 @pytest.fixture
 def fills(monkeypatch):
     """A disk that has no room left after so many files; other work spoils no rows."""
-    monkeypatch.setattr("mpitrain.tools.bench.collectives.fit.all_spoilt", lambda rows: [])
+    monkeypatch.setattr("mpitrain.tools.bench.collectives.fit.is_spoilt", lambda row: False)
 
     def after(count):
         fsync, synced = os.fsync, []
