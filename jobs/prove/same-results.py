@@ -32,6 +32,7 @@ RESUMED = (
     "int8",
     "momentum",
     "adamw8bit",
+    "experts",
 )
 """Beginnings of the names of the cases that the old tree saves and both trees resume."""
 
@@ -64,6 +65,10 @@ def cases():
         "bfloat16": (2, "precision.compute=bfloat16"),
         "float16": (2, "precision.compute=float16"),
         "skipped spikes": (2, "run.on_spike=skip run.spike=0.5"),
+        "experts": (2, "model.experts=4 model.capacity=1.0"),
+        "experts, ep 2": (2, "model.experts=4 layout.ep=2 model.shared=8"),
+        "experts, ep 2, ZeRO 3": (4, "model.experts=4 layout.ep=2 replication.zero=3"),
+        "experts, ep 2 x tp 2": (4, "model.kind=llama model.experts=4 layout.ep=2 layout.tp=2"),
     }
     for zero in (1, 2, 3):
         layouts[f"ZeRO {zero}"] = (2, f"replication.zero={zero}")

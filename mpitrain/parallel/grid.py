@@ -73,19 +73,21 @@ class Axes(NamedTuple):
         return Coords(tp, dp, pp, cp)
 
 
-def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
+def divisor(axes: Axes, hosts: Sequence[str], shard: str, ep: int = 1) -> int:
     """Return the number of ranks in a ZeRO sharding group.
 
     shard   "all": all ranks that have the same parameters; "host": those of one host
     hosts   host of every rank, by rank
+    ep      layout.ep, for the tensors of experts: ranks with the same part of them share
     raises  ConfigError if hosts have different numbers of them, or of ranks with the same experts
     """
     if shard == "all":
-        return axes.copies
+        return axes.copies // ep
     coords = [axes.coords(rank) for rank in range(axes.ranks - axes.servers)]
-    for ep, noun in ((axes.ep, "replicas of each part of the experts"), (1, "replicas")):
+    numbers = {}
+    for parts, noun in ((axes.ep, "replicas of each part of the experts"), (1, "replicas")):
         replicas = Counter(
-            (here._replace(dp=here.dp % ep, cp=0), host)
+            (here._replace(dp=here.dp % parts, cp=0), host)
             for here, host in zip(coords, hosts, strict=False)
         )
         if len(set(replicas.values())) > 1:
@@ -94,7 +96,8 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
                 f"With replication.shard host every host has as many {noun} as any other, but there are {counts}.",
                 "Start as many ranks on each host, or set replication.shard to all.",
             )
-    return next(iter(replicas.values()))
+        numbers[parts] = next(iter(replicas.values()))
+    return numbers[ep]
 
 
 def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The MPI library's own collectives: peers in measurements, and the all-reduce of algorithm "native"."""
+"""The MPI library's own collectives: peers in measurements, and those of algorithm "native"."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -93,6 +93,42 @@ def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") ->
 def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
     """Bind and run the library's own all-reduce of an array. Collective."""
     bind_native_all_reduce(transport, array, op).run()
+
+
+def start_native_all_to_all(
+    transport: Transport,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> Request:
+    """Begin an all-to-all of unequal counts, as MPI_Ialltoallv. Collective.
+
+    The call is no slower than MPI_Alltoallv; in Open MPI 5, longer arrays take half as long.
+
+    outgoing, incoming  1-D, in host memory
+    sent, received      the elements for each rank and from each, in the order of ranks; MOST in all
+    """
+    host, traffic, recorder = _host(transport), transport.traffic, transport.recorder
+    away = [count for rank, count in enumerate(sent) if rank != transport.rank]
+    traffic.messages += sum(map(bool, away))
+    traffic.nbytes += sum(away) * outgoing.itemsize
+    note = None
+    if recorder.is_on:
+        name = transport.names[NATIVE]
+        note = name, -1, recorder.begin(REDUCTION, name, nbytes=outgoing.nbytes)
+    request: Any
+    if isinstance(host, ThreadTransport):
+        request = host.start_exchange(outgoing, sent, incoming)
+    else:
+        (source, _, unit), _ = host.message(outgoing)
+        (target, _, _), _ = host.message(incoming)
+        with host.job.lock, host.guard("MPI_Ialltoallv"):
+            started = host.comm.Ialltoallv([source, sent, unit], [target, received, unit])
+        # Each rank awaits all others.
+        request = SendRequest(host, started, "native all-to-all")
+    request.note = note
+    return request
 
 
 def _host(transport: Transport) -> Any:

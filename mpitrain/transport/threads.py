@@ -414,6 +414,29 @@ class Sum(Meeting):
         self.array = None
 
 
+class Exchange(Meeting):
+    """An all-to-all of unequal counts that stands for the MPI library's own.
+
+    outgoing, sent  the elements for each rank, in the order of ranks, and their numbers
+    incoming        receives the parts for this rank as late as permitted
+    """
+
+    def __init__(
+        self, transport: Any, outgoing: np.ndarray, sent: Sequence[int], incoming: np.ndarray
+    ):
+        self.incoming: np.ndarray | None = incoming
+        parts = np.split(outgoing, np.cumsum(sent)[:-1])
+        super().__init__(transport, "native all-to-all", [part.copy() for part in parts])
+
+    def complete(self) -> None:
+        if self.incoming is None:
+            return
+        own, ranks = self.transport.rank, range(self.transport.size)
+        self.incoming[...] = np.concatenate([self.everyone[rank][own] for rank in ranks])
+        # The request may outlive the call, but the reference to the array must not.
+        self.incoming = None
+
+
 class ThreadTransport(Transport):
     """The transport of one rank that is a thread; `run_ranks` makes them."""
 
@@ -551,6 +574,13 @@ class ThreadTransport(Transport):
         """Begin the all-reduce that stands for the MPI library's own. Collective."""
         check_message(array, self.me, [], self.size)
         return Sum(self, array, op)
+
+    def start_exchange(
+        self, outgoing: np.ndarray, sent: Sequence[int], incoming: np.ndarray
+    ) -> Exchange:
+        """Begin the all-to-all of unequal counts that stands for the MPI library's own. Collective."""
+        check_message(outgoing, self.me, [], self.size)
+        return Exchange(self, outgoing, sent, incoming)
 
     def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")

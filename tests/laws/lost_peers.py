@@ -29,12 +29,15 @@ def bound(transport, peer):
     reduction.run()
 
 
-def routed(transport, peer):
-    routes = Group(transport).routes(np.full((transport.size, 1), 1 << 12))
-    array = np.ones(routes.sent)
-    transport.barrier()
-    yield
-    routes.bind(array, np.empty_like(array)).run()
+def routed(algorithm):
+    def run(transport, peer):
+        routes = Group(transport, algorithm).routes(np.full((transport.size, 1), 1 << 12))
+        array = np.ones(routes.sent)
+        transport.barrier()
+        yield
+        routes.bind(array, np.empty_like(array)).run()
+
+    return run
 
 
 def native(operation):
@@ -70,7 +73,8 @@ CALLS = {
     "broadcast": native("broadcast"),
     "all-to-all": native("all-to-all"),
     "ring": bound,
-    "routes": routed,
+    "routes": routed("pairwise"),
+    "routes-native": routed("native"),
 }
 """The calls by name: (transport, rank of the peer that has died).
 
@@ -87,7 +91,9 @@ def begin(call, transport, peer):
     return lambda: next(found, None)
 
 
-GENERATORS = (bound, routed, CALLS["broadcast"], CALLS["all-to-all"])
+GENERATORS = tuple(
+    CALLS[name] for name in ("ring", "broadcast", "all-to-all", "routes", "routes-native")
+)
 
 
 LOSSES = (((1,), ()), ((2,), (0,)), ((3,), ()))

@@ -61,7 +61,7 @@ COLLECTIVE = with_options(
         default="all",
         metavar="A,B|all",
         help="Algorithms to measure; all: every algorithm that can run here. PyTorch's calls over a backend only "
-        "if named: gloo, nccl, mpitrain.",
+        "if named: gloo, nccl, mpitrain, as in all,gloo.",
     ),
     sizes_from("4K", "64M", "array"),
     FACTOR,
@@ -196,11 +196,11 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
     from mpitrain.tools.bench.collectives.sweep import SweepRequest, dtype_of, sizes
 
     is_sum = operation == "allreduce"
-    algorithms = [] if options["algorithm"] == "all" else options["algorithm"].split(",")
+    algorithms = options["algorithm"].split(",")
     if is_sum:
         algorithms = [file_algorithm(name) if is_file(name) else name for name in algorithms]
     for algorithm in algorithms:
-        check_name(f"{operation} algorithm", algorithm, (*names(operation), *TORCH))
+        check_name(f"{operation} algorithm", algorithm, (*names(operation), *TORCH, "all"))
     places = options["buffers"].split(",")
     for place in places:
         check_name(f"buffers of {operation}", place, MEMORY)

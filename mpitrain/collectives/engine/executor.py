@@ -460,7 +460,8 @@ def _bound_steps(
         (sum(t.stop - t.start for t in step.receives) for step in plan.steps if step.combine),
         default=0,
     )
-    scratch = [np.empty_like(flat, shape=longest) for _ in range(plan.depth)]
+    none = flat[:0]
+    scratch = [np.empty_like(flat, shape=longest) if longest else none for _ in range(plan.depth)]
     bound: list[_BoundStep] = []
     ends: list[int] = []
     for i, step in enumerate(plan.steps):
@@ -483,6 +484,8 @@ def _bound_steps(
 def _cut(step: Step, transport: Transport, limit: int) -> list[Step]:
     """Split a step so that no transfer between hosts is longer than `limit` elements."""
     host, hosts = transport.hosts[transport.rank], transport.hosts
+    if all(t.stop - t.start <= limit for t in (*step.sends, *step.receives)):
+        return [step] if step.sends or step.receives else []
 
     def parts(transfer: Transfer) -> list[Transfer]:
         length = transfer.stop - transfer.start

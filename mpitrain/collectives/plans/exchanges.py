@@ -175,7 +175,12 @@ def all_to_all(rank: int, n: int, count: int) -> Plan:
     Chunk q of the array of rank p becomes chunk p of the array of rank q.
     """
     chunks = chunk_bounds(count, n)
-    return _by_distance(rank, chunks, chunks)
+    return Plan(
+        tuple(
+            Step((Transfer(to, *chunks[to]),), (Transfer(source, *chunks[source]),))
+            for to, source in _by_distance(rank, n)
+        )
+    )
 
 
 def all_to_all_of(rank: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
@@ -186,26 +191,23 @@ def all_to_all_of(rank: int, sent: Sequence[int], received: Sequence[int]) -> Pl
     sent, received  the elements that this rank sends to each rank, and receives from each. The parts
                     stand in the order of ranks, without gaps
     """
-    steps = _by_distance(rank, bounds(sent), bounds(received)).steps
 
-    def some(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        return tuple(t for t in transfers if t.start < t.stop)
+    def some(peer: int, start: int, stop: int) -> tuple[Transfer, ...]:
+        return (Transfer(peer, start, stop),) if start < stop else ()
 
-    return Plan(tuple(Step(some(step.sends), some(step.receives)) for step in steps), DEPTH)
-
-
-def _by_distance(
-    rank: int, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]
-) -> Plan:
-    """Plan that step s sends part rank + s to that rank, and receives part rank - s; step 0 copies."""
-    n = len(sent)
-    ahead, behind = ([(rank + sign * step) % n for step in range(n)] for sign in (1, -1))
+    outgoing, incoming = bounds(sent), bounds(received)
     return Plan(
         tuple(
-            Step((Transfer(to, *sent[to]),), (Transfer(source, *received[source]),))
-            for to, source in zip(ahead, behind, strict=True)
-        )
+            Step(some(to, *outgoing[to]), some(source, *incoming[source]))
+            for to, source in _by_distance(rank, len(sent))
+        ),
+        DEPTH,
     )
+
+
+def _by_distance(rank: int, n: int) -> list[tuple[int, int]]:
+    """Return the ranks to send to and to receive from in each step, first this rank itself."""
+    return [((rank + step) % n, (rank - step) % n) for step in range(n)]
 
 
 def all_to_all_at_once(rank: int, n: int, count: int) -> Plan:

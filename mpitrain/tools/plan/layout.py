@@ -321,10 +321,15 @@ class Planner:
         self.imbalance, self.ranks = imbalance, len(hosts)
         if parts := {each.ep for each in self.layouts(config)}:
             check_imbalance(config.model, parts, imbalance)
-        alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
+        shard, alone_config = (
+            config.replication.shard,
+            ParallelLayout(1, 1, 1, 0, 1, "none").of(config),
+        )
+        if config.replication.zero:  # One rank divides nothing, but layouts do.
+            alone_config = alone_config.changed({"replication.shard": "all"})
         self._job = alone(alone_config, hosts[:1])
         self._whole = self._job.units(described(self._job.device.ops, self._job.config.layout))
-        self._config, self._hosts = self._job.config, hosts
+        self._config, self._hosts = self._job.config.changed({"replication.shard": shard}), hosts
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
         on_host = 1 if is_on_device else hosts.count(hosts[0])

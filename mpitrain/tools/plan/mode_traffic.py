@@ -171,13 +171,16 @@ def _divided(words: str, travelled: Travelled) -> Formula:
     return Formula(words, of)
 
 
-def sharded(facts: RankFacts, travelled: Travelled) -> float | None:
-    """Return the bytes that a rank sends in a step to other replicas, without the control message."""
+def sharded(facts: RankFacts, travelled: Travelled, ep: int = 1) -> float | None:
+    """Return the bytes that a rank sends in a step to other replicas, without the control message.
+
+    ep  as of `divisor`
+    """
     axes, elements, storage = facts.axes, travelled(facts), facts.storage
     if elements is None:
         return None
-    n = axes.copies
-    s = divisor(axes, facts.hosts, facts.config.replication.shard)
+    n = axes.copies // ep
+    s = divisor(axes, facts.hosts, facts.config.replication.shard, ep)
     between = 2 * (n // s - 1) * storage.length / n * storage.dtype.itemsize
     return _bytes_of(facts, elements) * (s - 1) / s + between
 
@@ -205,20 +208,17 @@ def of_replicas(facts: RankFacts) -> float | None:
     travelled = {1: once, 2: by_micro_batch, 3: by_use}.get(replication.zero)
     if travelled and axes.ep == 1:
         return sharded(facts, travelled)
-    if travelled and replication.shard != "all":
-        return None
-    at, nbytes = axes.coords(facts.rank), 0.0
+    at, parts = axes.coords(facts.rank), list[float | None]()
     for ep, of_experts in ((1, False), (axes.ep, True)):
-        own, n = facts._replace(storage=_part(storage, of_experts)), axes.copies // ep
-        elements = travelled(own) if travelled else None
-        if travelled and elements is None:
-            return None
-        if elements:
-            nbytes += _bytes_of(own, elements) * (n - 1) / n
+        own = facts._replace(storage=_part(storage, of_experts))
+        if travelled:
+            parts.append(sharded(own, travelled, ep))
         else:
             index = at.dp // ep * axes.cp + at.cp
-            nbytes += sent_in_ring(index, n, own.storage.length) * storage.dtype.itemsize
-    return nbytes
+            sent = sent_in_ring(index, axes.copies // ep, own.storage.length)
+            parts.append(sent * storage.dtype.itemsize)
+    first, second = parts
+    return None if first is None or second is None else first + second
 
 
 def _part(storage: Storage, of_experts: bool) -> Any:

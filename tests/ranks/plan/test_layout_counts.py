@@ -87,8 +87,11 @@ def test_memory_and_tokens_of_an_unlucky_rank_are_those_of_a_real_one(settings):
     assert plan.sent(chosen) == sent[0]
 
 
-@pytest.mark.parametrize("zero, cp", [(0, 2), (1, 1), (2, 1), (3, 1), (3, 2)])
-def test_bytes_are_those_of_real_ranks_with_experts_that_zero_shards(zero, cp, monkeypatch):
+@pytest.mark.parametrize(
+    "zero, cp, shard",
+    [(0, 2, "all"), (1, 1, "host"), (2, 1, "all"), (3, 1, "all"), (3, 1, "host"), (3, 2, "all")],
+)
+def test_bytes_are_those_of_real_ranks_with_experts_that_zero_shards(zero, cp, shard, monkeypatch):
     """All tokens choose the experts of the first rank, so that its replica sends twice the mean."""
 
     def first(logits, *arguments):
@@ -96,7 +99,9 @@ def test_bytes_are_those_of_real_ranks_with_experts_that_zero_shards(zero, cp, m
 
     monkeypatch.setattr(host, "choose", first, raising=False)
     experts = ["model.experts=4", "model.top_k=2", "model.balance=0.0"]
-    given = configured("batch.size=8", *(f"model.{key}" for key in JOB), *RINGS, *experts)
+    more = [*(f"model.{key}" for key in JOB), *RINGS, *experts, f"replication.zero={zero}"]
+    more.append(f"replication.shard={shard}")
+    given, hosts = configured("batch.size=8", *more), ["a", "a", "b", "b"]
     chosen = ParallelLayout(4 // cp, 1, 1, zero, 2, "unit", cp, 2)
-    _, sent = zip(*run_ranks(4, held_and_sent, chosen.of(given)), strict=True)
-    assert Planner(given, ["a"] * 4, 1e9, 1e9, imbalance=2.0).sent(chosen) == max(sent)
+    _, sent = zip(*run_ranks(4, held_and_sent, chosen.of(given), hosts=hosts), strict=True)
+    assert Planner(given, hosts, 1e9, 1e9, imbalance=2.0).sent(chosen) == max(sent)

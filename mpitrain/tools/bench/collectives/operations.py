@@ -234,7 +234,7 @@ class ForeignCollective(NamedTuple):
 def names(operation: str) -> tuple[str, ...]:
     """Return the names of all algorithms: ours, and "native" if MPI has the collective."""
     if operation == SKEWED:
-        return (*ROUTES, "auto", "native")
+        return (*ROUTES, "auto")
     return (*choices(operation), "native") if operation in NATIVE else choices(operation)
 
 

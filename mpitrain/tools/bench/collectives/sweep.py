@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ After this delay all ranks know the start time.
 class SweepRequest(NamedTuple):
     """What a benchmark of one collective shall measure.
 
-    algorithms  names; empty: all that can run on these ranks
+    algorithms  names; "all" among them, or none: all that can run on these ranks
     sizes       bytes of the arrays
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     warmup      untimed runs before the timed ones, at least 1
@@ -218,9 +219,10 @@ class Sweep:
                 raise ConfigError(
                     f"{request.operation} {refused[name].law}", "Leave it out."
                 ).on_every_rank()
-        return request.algorithms or [
-            name for name in names(request.operation) if name not in refused
-        ]
+        able = [name for name in names(request.operation) if name not in refused]
+        asked = request.algorithms or ["all"]
+        listed = [able if name == "all" else [name] for name in asked]
+        return [*dict.fromkeys(chain.from_iterable(listed))]
 
     def _pool(self, where: str, count: int, other: int) -> tuple[str, Buffers]:
         """Allocate arrays of `count` and `other` elements for all sizes; return their memory class and them.
@@ -251,7 +253,7 @@ class Sweep:
                         try:
                             row = self._row(subject, where, pool, case)
                         except ConfigError:  # there is no room for its window
-                            if self._request.algorithms:
+                            if subject.name in self._request.algorithms:
                                 raise
                             continue
                         fastest = min(fastest, row.time_us * 1e-6)
