@@ -442,8 +442,9 @@ class Pipeline:
         loss    (micro-batch, output of the model) -> the gradient of that output; called only on
                 the stage of the last chunk
         """
+        of_micro = dict(enumerate(rows))
         for stage in self.stages.values():
-            stage.begin(len(rows), dict(enumerate(rows)))
+            stage.begin(len(rows), of_micro)
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
@@ -451,8 +452,7 @@ class Pipeline:
             self._program, self.stages, len(self._chunks), first, loss, self.channel, self.lowest
         )
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
-        for stage in self.stages.values():
-            stage.begin(0, {})  # ends the leases of the rows' places and weights
+        of_micro.clear()  # ends the leases of the rows' places and weights
 
     @property
     def micro(self) -> int:

@@ -67,7 +67,7 @@ def own_logits(
     inputs are padded with zeros. The padding comes after all rows or to the right of them. The
     causal mask hides it; without that mask it is a document of its own.
     """
-    inputs = trainer.rows.tokens(inputs, "an input")
+    inputs = trainer.rows.known(inputs, trainer.rows.vocabulary, "tokens", "an input")
     filled = np.zeros(trainer.layers.filled(inputs.shape), inputs.dtype)
     filled[tuple(map(slice, inputs.shape))] = inputs
     own = trainer.rows.own_tokens(filled, 0)

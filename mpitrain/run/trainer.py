@@ -67,7 +67,7 @@ class Rows:
     ):
         """vocabulary: tokens that the model takes, 0 for features; dtype: of targets that are numbers."""
         self._transport, self._layers, self.logits_shape = transport, layers, logits_shape
-        self._vocabulary, self.takes, self._dtype, self._attend = vocabulary, takes, dtype, attend
+        self.vocabulary, self.takes, self._dtype, self._attend = vocabulary, takes, dtype, attend
 
     def read(
         self, inputs: np.ndarray, targets: np.ndarray, where: str, most: int | None = None
@@ -88,7 +88,7 @@ class Rows:
             targets, starts = without_ends(targets)
         else:
             inputs, starts, types = self.texts(inputs)
-        inputs = self.tokens(inputs, where)
+        inputs = self.known(inputs, self.vocabulary, "tokens", where)
         targets = self.targets(targets, inputs.shape, where)
         if most is not None and len(inputs) > most:
             self.refuse(
@@ -112,21 +112,21 @@ class Rows:
                 where,
                 "Pass the number of the right class for each prediction.",
             )
-        return self._known(targets, classes, "targets", where)
+        return self.known(targets, classes, "targets", where)
 
     def texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
         """Return inputs without padding, and `starts` and `types` as of `read`."""
-        if self._vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
+        if self.vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
             return without_padding(inputs)
         return inputs, None, None
 
-    def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """Return tokens as int32 or int64, all in the vocabulary; features are not checked."""
-        count = self._vocabulary
-        return self._known(inputs, count, "tokens", where) if count else inputs
+    def known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
+        """Return integers as int32 or int64; refuse one outside 0 .. count - 1 that is no IGNORED target.
 
-    def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Return integers as int32 or int64; refuse one outside 0 .. count - 1 that is no IGNORED target."""
+        count  0: features, which are not checked
+        """
+        if not count:
+            return array
         if array.dtype.kind not in "iu":
             self.refuse(
                 f"{what.capitalize()} must be integers, but those of {{}} are {array.dtype}.",
@@ -484,38 +484,41 @@ class Trainer:
         replica, config, arena, rows = self.replica, self.config, self.arena, self.rows
         own, micro_batches = replica.share(config.batch.size), config.batch.micro_batches
 
-        # This rank's tokens of the rows, checked and without padding, in micro-batches.
+        # This rank's tokens of the rows, checked and without padding. A parameter server has no rows.
         inputs, targets, starts, types = rows.read(
             inputs, targets, f"step {index + 1}", most=len(own)
         )
-        unpadded, counted = inputs.shape, rows.counted(targets)
-        inputs, targets = rows.own_tokens(inputs, 0), rows.own_tokens(targets, IGNORED)
-        count, places = len(inputs), None  # A parameter server has no rows.
-        if count and (starts is not None or self.layers.tokens.ranks > 1):
+        unpadded, all_targets, tokens = inputs.shape, targets, self.layers.tokens
+        if tokens.ranks > 1:
+            inputs, targets = rows.own_tokens(inputs, 0), rows.own_tokens(targets, IGNORED)
+        count, places = len(inputs), None
+        if count and (starts is not None or tokens.ranks > 1):
             places = rows.places(inputs.shape, unpadded, starts, types, self.placed)
-        parts = [share(count, micro, micro_batches) for micro in range(micro_batches)]
-        xs, ys = (np.split(each, [part.start for part in parts[1:]]) for each in (inputs, targets))
+
+        # The micro-batches.
+        parts, xs, ys = list[range](), list[Any](), list[Any]()
+        shapes, ignored = list[Shape](), list[int]()
+        for micro in range(micro_batches):
+            part = share(count, micro, micro_batches)
+            x, y = inputs[part.start : part.stop], targets[part.start : part.stop]
+            parts.append(part)
+            xs.append(x)
+            ys.append(y)
+            shapes.append(x.shape)
+            ignored.append(y.size - int(rows.counted(y).sum()))
 
         # The step begins: learning rate, weight of each target in the loss, empty gradients.
         arena.rewind()
-        predictions = math.prod(targets.shape[1:]) * self.layers.tokens.ranks
-        ignored = [int(y.size - rows.counted(y).sum()) for y in ys]
+        predictions = math.prod(targets.shape[1:]) * tokens.ranks
         lr = learning_rate(config.optimizer, index, config.run.steps)
         replica.begin(index, lr, ignored, predictions)
         weights: Sequence[Any] = [None] * micro_batches
         if count and config.model.experts:  # They add to the loss.
-            weights = self._weights(counted, parts, predictions)
-        micros = [
-            Now(
-                index,
-                own.start + part.start,
-                len(part),
-                True,
-                places and places.of(part),
-                weight=weight,
-            )
-            for part, weight in zip(parts, weights, strict=True)
-        ]
+            weights = self._weights(rows.counted(all_targets), parts, predictions)
+        micros = list[Now]()
+        for part, weight in zip(parts, weights, strict=True):
+            own_places, first = places and places.of(part), own.start + part.start
+            micros.append(Now(index, first, len(part), True, own_places, weight=weight))
 
         def loss(micro: int, logits: Any) -> Any:
             """Note the loss of a micro-batch, and return the gradient of its logits."""
@@ -530,7 +533,6 @@ class Trainer:
 
         def passes() -> None:
             """Run forward and backward of all micro-batches; replicas sum gradients meanwhile."""
-            shapes = [x.shape for x in xs]
             self.pipe.train(micros, shapes, lambda micro: self.placed(xs[micro]), loss)
 
         if count and config.run.delay:

@@ -115,21 +115,6 @@ class World:
         finally:
             del self.waits[me]
 
-    def wait_until(self, rank: int, done: Callable[[], bool], what: Any = None) -> None:
-        """Call `done`, which polls messages, after every post and at intervals.
-
-        raises  CommError when no post can come any more
-        """
-        seen = self.posts
-
-        def is_posted() -> bool:
-            return self.posts != seen
-
-        while not done():
-            with self.lock:
-                self.wait(rank, is_posted, what, LONGEST_PAUSE)
-            seen = self.posts
-
     def check(self, rank: int, what: Any) -> None:
         """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
         if self.end is None:
@@ -299,10 +284,13 @@ class Meets:
 class Message(Meets):
     """One side of a message: complete when it has met the other side and the bytes are copied.
 
+    A new one matches the earliest message that fits, or waits in a queue for a later match.
+
     sender, receiver  ranks of the transport; a receive from any rank has no sender
     """
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
+        check_message(array, transport.me, [] if peer is None else [peer], transport.size)
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
         ends: tuple[Any, Any] = (transport.rank, peer)
         self.sender, self.receiver = ends if sends else ends[::-1]
@@ -310,25 +298,26 @@ class Message(Meets):
         self.other: Message | None = None
         self.moved = False
         self.source = -1
-
-    def __str__(self) -> str:
-        way = "send to" if self.sends else "recv from"
-        peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
-        return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
-
-    def post(self) -> Message:
-        """Match the earliest message that fits, or queue this one for a later match."""
-        world, route = self.transport.world, (self.transport.context, self.receiver, self.tag)
+        if transport.recorder.is_on:
+            member = -1 if peer is None else transport.members[peer]
+            self.note = transport.begin_message(SEND if sends else RECEIVE, array, tag, member)
+        if not sends:
+            self.bytes.fill(0xFF)
+        world, route = transport.world, (transport.context, self.receiver, tag)
         with world.lock:
-            opposite = world.unmet[(*route, not self.sends)]
+            opposite = world.unmet[(*route, not sends)]
             for other in opposite:
                 if self.sender == other.sender or None in (self.sender, other.sender):
                     opposite.remove(other)
                     self.other, other.other = other, self
                     world.post()
-                    return self
-            world.unmet[(*route, self.sends)].append(self)
-        return self
+                    return
+            world.unmet[(*route, sends)].append(self)
+
+    def __str__(self) -> str:
+        way = "send to" if self.sends else "recv from"
+        peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
+        return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
     def complete(self) -> None:
         """Copy the bytes, unless the other side has done so.
@@ -474,27 +463,27 @@ class ThreadTransport(Transport):
         self._next_tag = FIRST_CLAIMED_TAG
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
-        check_message(array, self.me, [to], self.size)
         message = Message(self, array, to, tag, sends=True)
-        if self.recorder.is_on:
-            message.note = self.begin_message(SEND, array, tag, self.members[to])
         with self.world.lock:  # an admitted thread updates the same counters
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
-        return message.post()
+        return message
 
     def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Message:
-        check_message(array, self.me, [] if source is None else [source], self.size)
-        message = Message(self, array, source, tag, sends=False)
-        if self.recorder.is_on:
-            member = -1 if source is None else self.members[source]
-            message.note = self.begin_message(RECEIVE, array, tag, member)
-        message.bytes.fill(0xFF)
-        return message.post()
+        return Message(self, array, source, tag, sends=False)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self.names[MESSAGES]) if self.recorder.is_on else 0
-        self.world.wait_until(self.me, done, what)
+        world = self.world
+        seen = world.posts
+
+        def is_posted() -> bool:
+            return world.posts != seen
+
+        while not done():  # It polls messages: after every post, and at intervals.
+            with world.lock:
+                world.wait(self.me, is_posted, what, LONGEST_PAUSE)
+            seen = world.posts
         self.recorder.go_on(wait)
 
     def admit_thread(self) -> None:
@@ -511,7 +500,7 @@ class ThreadTransport(Transport):
 
     def barrier(self) -> None:
         wait = self.recorder.wait(self.names[BARRIER]) if self.recorder.is_on else 0
-        self.meet("barrier", None)
+        Meeting(self, "barrier", None).wait()
         self.recorder.go_on(wait)
 
     def gather_text(self, value: Any) -> list[Any]:
