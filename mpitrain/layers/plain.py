@@ -72,7 +72,8 @@ class Linear:
     inputs, outputs  of the whole weight (outputs, inputs); as attributes, those of this rank
     activation       None, "gelu" (tanh form) or "relu"
     bias             whether there is a bias, (outputs,)
-    split            what the ranks divide: "outputs", "inputs", or "" for nothing
+    split            what several ranks divide: "outputs", "inputs", or "" for nothing; as an attribute
+                     "" on one rank
     runs             this rank's outputs or inputs: runs of rows or of columns of the whole weight
     rows             the rows between layers, and the ranks
     role             of the weight, as `Parameter.role`; only the loss reads the output of a "head"
@@ -99,7 +100,8 @@ class Linear:
         role: str = "",
         joined: Mapping[str, range] = NOT_JOINED,
     ):
-        own = length_of(runs)
+        own, is_column, is_row = length_of(runs), split == "outputs", split == "inputs"
+        split = split if rows.ranks > 1 else ""
         self.shape, self.split, self._runs, self.rows = (outputs, inputs), split, runs, rows
         self.inputs = own if split == "inputs" else inputs
         self.outputs = own if split == "outputs" else outputs
@@ -107,15 +109,16 @@ class Linear:
         self.low_rank: LowRank | None = None
         self.output_is_free = activation is None
         # A sum over the ranks comes before the activation, which is an operation of its own then.
-        self.activation = None if split == "inputs" else activation
-        self._after = activation if split == "inputs" else None
+        self.activation = None if is_row else activation
+        self._after = activation if is_row else None
+        self._is_divided_head = is_column and role == "head"
+        self._takes_residual = not (is_column or self.activation)
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[self.activation]
-        self._is_sharded_head = role == "head" and split == "outputs"
-        if self._is_sharded_head:
+        if self._is_divided_head:
             self.product = ops.logits
         self._activate, self._activate_backward = {
             None: (None, None),
@@ -151,14 +154,14 @@ class Linear:
         """Return the shape of the output for an input of this shape."""
         if self.split == "outputs":
             entered = *self.rows.entered(shape)[:-1], self.outputs
-            return self.rows.as_sequences(entered) if self._is_sharded_head else entered
+            return self.rows.as_sequences(entered) if self._is_divided_head else entered
         own = *shape[:-1], self.outputs
         return self.rows.left(own) if self.split == "inputs" else own
 
     @property
     def fusion(self) -> Fusion:
         """Without an activation, the layer adds a residual, and takes the GELU before it."""
-        if self.split == "outputs" or self.activation:
+        if not self._takes_residual:
             return self._cut()
         return Fusion(adds_to_output=not self._after, takes_gelu=not self.low_rank)
 
@@ -178,28 +181,35 @@ class Linear:
         self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return the output for x, plus the residual, and the state for `backward_input`."""
-        whole = self.rows.whole(x) if self.split == "outputs" else x
-        bias, shape = w.get("bias"), (*whole.shape[:-1], self.outputs)
-
-        def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
-            return self._multiply(w, flat_rows(whole), now, bias, arena, out, residual)
-
-        if self.split != "inputs":
-            y, saved = product(None, bias, None if residual is None else flat_rows(residual))
-            y = y.reshape(shape)
-            if self.split == "outputs":
+        if self.split == "inputs":
+            y, saved = self._summed(w, x, now, arena, residual)
+        else:
+            whole = self.rows.whole(x) if self.split else x
+            more = None if residual is None else flat_rows(residual)
+            y, saved = self._multiply(w, flat_rows(whole), now, w.get("bias"), arena, None, more)
+            y = y.reshape(*whole.shape[:-1], self.outputs)
+            if self.split:
+                y = self.rows.sequences(y) if self._is_divided_head else y
                 saved = self.rows.kept(saved, x, now)
-            return self.rows.sequences(y) if self._is_sharded_head else y, saved
-        y, saved = self.rows.summed(
-            *(product, shape, x.dtype, arena),
-            bias=bias,
-            residual=residual,
-            add_bias=self.ops.add_bias,
-        )
         if self._activate is None:
             return y, saved
         y, slope = self._activate(y, arena)
         return y, (saved, slope)
+
+    def _summed(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any
+    ) -> tuple[Any, Any]:
+        """Return the ranks' sum of products of their inputs, plus bias and residual, and the state."""
+
+        def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
+            return self._multiply(w, flat_rows(x), now, bias, arena, out, residual)
+
+        return self.rows.summed(
+            *(product, (*x.shape[:-1], self.outputs), x.dtype, arena),
+            bias=w.get("bias"),
+            residual=residual,
+            add_bias=self.ops.add_bias,
+        )
 
     def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
@@ -218,7 +228,7 @@ class Linear:
             return self.low_rank.activated(w, x, now, bias, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, now, bias, arena, out, residual)
-        if self.activation or self._is_sharded_head:  # These have no sum and no residual.
+        if self.activation or self._is_divided_head:  # These have no sum and no residual.
             return self.product(x, w["weight"], bias, arena)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
@@ -594,7 +604,8 @@ class Embedding:
         return self.rows.left((*shape, self.width))
 
     def forward(self, w, x, now, arena):
-        if self.rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
+        rows = self.rows
+        if rows.partial and rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
             raise ConfigError(
                 f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
                 f"but these {x.shape[0]} have {x.shape[1]}.",
@@ -627,7 +638,11 @@ class Embedding:
             return y, saved
 
         shape = *x.shape, self.width
-        y, saved = self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
+        y, saved = (
+            looked_up(None)
+            if self.rows.ranks == 1
+            else self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
+        )
         return self._scaled(y, y, arena), saved
 
     def _scaled(self, x, out, arena):
