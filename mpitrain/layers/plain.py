@@ -196,9 +196,7 @@ class Linear:
         y, slope = self._activate(y, arena)
         return y, (saved, slope)
 
-    def _summed(
-        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any
-    ) -> tuple[Any, Any]:
+    def _summed(self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any) -> tuple[Any, Any]:
         """Return the ranks' sum of products of their inputs, plus bias and residual, and the state."""
 
         def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:

@@ -60,7 +60,52 @@ class WholeState(NamedTuple):
     passes: Any
 
     def backward(self, dy, dq, dkv, arena):
-        _backward(dy, self, dq, dkv, arena)
+        q, kv, heads, blocks, drop, visible, bounds, passes = self
+        (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
+        width = columns // heads
+        scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
+        each, last = heads // groups, min(total, QUERIES)
+        flat_ds, flat_scaled = arena.take((2, heads * last * width), dtype)
+        part = arena.take((groups, length, width), dtype)
+        every_dot = arena.take((groups, each, last, 1), dtype)
+        dscores = [arena.take(block.exp.shape[1:], dtype) for block in blocks]
+        scratch = _scratch(blocks, arena) if drop else None
+        queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
+        every_dq, (every_dk, every_dv) = split_heads(dq, groups, each), split_heads(dkv, 2, groups)
+        every_d = split_heads(dy, groups, each)
+        seen = blocks[-1].exp.shape[4] if blocks else 0
+        backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
+        for sequence in rounds(range(batch), q):
+            own_q, d, own_dq = queries[:, sequence], every_d[:, sequence], every_dq[:, sequence]
+            k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
+            dk, dv = every_dk[sequence], every_dv[sequence]
+            if seen < length:
+                dk[:, seen:] = dv[:, seen:] = 0
+            for (rows, _, every_exp, every_inverse), dscore in backwards:
+                exp, inverse = every_exp[sequence], every_inverse[sequence]
+                keys, _ = bounds.keys_of(sequence, rows, stop=exp.shape[3])
+                is_last, count = rows.stop == total, exp.shape[2]
+                masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
+                exp, dscore = exp[..., keys], dscore[..., keys]
+                masks = masks if masks is None else masks[..., keys]
+                if is_last:
+                    dk[:, : keys.start] = dv[:, : keys.start] = 0
+                # Groups must be contiguous: the products for keys and values join their queries.
+                size, shape = heads * count * width, (groups, each, count, width)
+                ds, scaled = flat_ds[:size].reshape(shape), flat_scaled[:size].reshape(shape)
+                dot = every_dot[:, :, :count]
+                # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
+                np.multiply(d[:, :, rows], inverse, out=ds)
+                np.multiply(ds, scale, out=scaled)
+                np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
+                passes.scores_backward(exp, inverse, dscore, masks, dot)
+                _write_or_add(exp if masks is None else masks, ds, dv[:, keys], is_last, part)
+                np.matmul(dscore, k[:, :, keys], out=own_dq[:, :, rows])
+                block_q = own_q[:, :, rows]
+                if each > 1:
+                    np.copyto(scaled, block_q)
+                    block_q = scaled
+                _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
 
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
@@ -92,8 +137,7 @@ def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
         for rows, masked, every_exp, every_inverse in blocks:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            own = bounds.within(sequence, rows)
-            keys = own.span(exp.shape[3])
+            keys, seen = bounds.keys_of(sequence, rows, stop=exp.shape[3])
             exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
             scaled = np.multiply(own_q[:, :, rows], scale, out=every_scaled[:, :, : exp.shape[2]])
             passes.exponentials(
@@ -104,7 +148,7 @@ def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
                 ones[keys],
                 exp,
                 inverse,
-                own.after(keys.start),
+                seen,
             )
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
@@ -126,55 +170,6 @@ def _masks(drop, sequence, rows, exp, scratch):
     for head in rounds(range(len(masks)), masks):
         drop.fill(sequence, head, rows, slice(0, exp.shape[3]), masks[head])
     return masks.reshape(exp.shape)
-
-
-def _backward(dy, saved, dq, dkv, arena):
-    q, kv, heads, blocks, drop, visible, bounds, passes = saved
-    (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
-    width = columns // heads
-    scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
-    each, last = heads // groups, min(total, QUERIES)
-    flat_ds, flat_scaled = arena.take((2, heads * last * width), dtype)
-    part = arena.take((groups, length, width), dtype)
-    every_dot = arena.take((groups, each, last, 1), dtype)
-    dscores = [arena.take(block.exp.shape[1:], dtype) for block in blocks]
-    scratch = _scratch(blocks, arena) if drop else None
-    queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
-    every_dq, (every_dk, every_dv) = split_heads(dq, groups, each), split_heads(dkv, 2, groups)
-    every_d = split_heads(dy, groups, each)
-    seen = blocks[-1].exp.shape[4] if blocks else 0
-    backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
-    for sequence in rounds(range(batch), q):
-        own_q, d, own_dq = queries[:, sequence], every_d[:, sequence], every_dq[:, sequence]
-        k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
-        dk, dv = every_dk[sequence], every_dv[sequence]
-        if seen < length:
-            dk[:, seen:] = dv[:, seen:] = 0
-        for (rows, _, every_exp, every_inverse), dscore in backwards:
-            exp, inverse = every_exp[sequence], every_inverse[sequence]
-            keys = bounds.within(sequence, rows).span(exp.shape[3])
-            is_last, count = rows.stop == total, exp.shape[2]
-            masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            exp, dscore = exp[..., keys], dscore[..., keys]
-            masks = masks if masks is None else masks[..., keys]
-            if is_last:
-                dk[:, : keys.start] = dv[:, : keys.start] = 0
-            # Groups must be contiguous: the products for keys and values join their queries.
-            size, shape = heads * count * width, (groups, each, count, width)
-            ds, scaled = flat_ds[:size].reshape(shape), flat_scaled[:size].reshape(shape)
-            dot = every_dot[:, :, :count]
-            # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
-            np.multiply(d[:, :, rows], inverse, out=ds)
-            np.multiply(ds, scale, out=scaled)
-            np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
-            passes.scores_backward(exp, inverse, dscore, masks, dot)
-            _write_or_add(exp if masks is None else masks, ds, dv[:, keys], is_last, part)
-            np.matmul(dscore, k[:, :, keys], out=own_dq[:, :, rows])
-            block_q = own_q[:, :, rows]
-            if each > 1:
-                np.copyto(scaled, block_q)
-                block_q = scaled
-            _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
 
 
 def exponentials(q, k, mask, masked, ones, exp, inverse, seen):

@@ -96,10 +96,18 @@ class Bounds(NamedTuple):
             ends = np.empty(starts.shape, np.int64)
             for row, end in zip(starts, ends, strict=True):
                 end[:] = row.searchsorted(row, "right")
-        if window := seen.narrow(queries).window:
+        if window := seen.window and seen.narrow(queries).window:
             starts = np.zeros((sequences, queries), np.int32) if starts is None else starts
             starts = first_keys(starts, window - seen.offset)
         return cls(starts, ends)
+
+    def keys_of(self, *index: Any, stop: int) -> tuple[slice, Bounds]:
+        """Return the keys before `stop` that some of these queries see, and their bounds as columns of these keys."""
+        if self.starts is None and self.ends is None:
+            return slice(0, stop), self
+        own = self.within(*index)
+        keys = own.span(stop)
+        return keys, own.after(keys.start)
 
     def within(self, *index: Any) -> Bounds:
         """Return the bounds of some of the queries, as views."""
