@@ -609,7 +609,8 @@ class Embedding:
                 f"but these {x.shape[0]} have {x.shape[1]}.",
                 "Pass one at a time, or longer ones.",
             )
-        tables = self._rows_of_tables(x, now.places, arena)
+        has_others = self.types or now.places is not None
+        tables = self._rows_of_tables(x, now.places, arena) if has_others else {}
         return self._sum(w, x, tables, None if "positions" in tables else w.get("positions"), arena)
 
     def forward_next(self, w, x, past, arena):
@@ -641,14 +642,9 @@ class Embedding:
             if self.rows.ranks == 1
             else self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
         )
-        return self._scaled(y, y, arena), saved
-
-    def _scaled(self, x, out, arena):
-        """Return x times the scale, written to `out`, or x itself if the scale is 1."""
-        if self.scale == 1:
-            return x
-        self.ops.weighted_sum(x, self.scale, None, 0.0, out, arena)
-        return out
+        if self.scale != 1:
+            self.ops.weighted_sum(y, self.scale, None, 0.0, y, arena)
+        return y, saved
 
     def _rows_of_tables(self, x, places, arena):
         """Return {table: the row of each token, (B, T)} of the tables to look up beside the tokens'."""
@@ -663,9 +659,11 @@ class Embedding:
         return rows
 
     def backward_input(self, w, dy, saved, arena):
-        whole = self.rows.sequences(self.rows.whole(dy))
-        out = None if self.scale == 1 else arena.take(whole.shape, whole.dtype)
-        return None, (self._scaled(whole, out, arena), saved)
+        dy = self.rows.sequences(self.rows.whole(dy))
+        if self.scale != 1:
+            whole, dy = dy, arena.take(dy.shape, dy.dtype)
+            self.ops.weighted_sum(whole, self.scale, None, 0.0, dy, arena)
+        return None, (dy, saved)
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending

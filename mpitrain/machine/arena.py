@@ -12,6 +12,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -180,7 +181,7 @@ class Arena:
     def rewind(self) -> None:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
         for free in self._free.values():
-            free.sort(key=_number, reverse=True)
+            free.sort(key=attrgetter("number"), reverse=True)
 
     def release(self) -> int:
         """Give memory without leases back to the system, and return its bytes.
@@ -281,10 +282,6 @@ def _described(address: int, shape: tuple[int, ...], typestr: str) -> Any:
     """Return NumPy's description of an array. It is no reference to the memory."""
     interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=interface)).__array_struct__
-
-
-def _number(leased: Leased) -> int:
-    return leased.number
 
 
 def _mapped(nbytes: int) -> np.ndarray:

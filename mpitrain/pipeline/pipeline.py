@@ -417,7 +417,14 @@ class Pipeline:
         self.stages, first = dict[int, Stage](), 0
         for chunk in own(plan.stage_of, here):
             self.stages[chunk] = self.stage_type(
-                *(chunks[chunk], replica, arena, first, poll, transport.recorder), replica.first
+                *(
+                    chunks[chunk],
+                    replica,
+                    arena,
+                    first,
+                    poll if transport.size > 1 else replica.poll,
+                ),
+                *(transport.recorder, replica.first),
             )
             first += len(chunks[chunk])
         # Trace files call chunks `parts`.

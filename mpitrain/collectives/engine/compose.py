@@ -12,8 +12,9 @@ class LocalReduction(Reduction):
     def __init__(self, work: Callable[[], None]):
         self._work = work
 
-    def _start(self) -> None:
+    def _steps(self) -> Iterator[Request]:
         self._work()
+        yield from ()
 
 
 class Chain(Reduction):
@@ -37,7 +38,44 @@ class Chain(Reduction):
             yield link
 
 
-class PipelinedChain(Chain):
+class Lanes:
+    """The request that several chains end, of which at most `width` are in flight at once."""
+
+    source = -1
+
+    def __init__(self, transport: Transport, lanes: Sequence[Sequence[Reduction]], width: int):
+        """Start the first chains."""
+        self._transport, self._lanes, self._width = transport, lanes, width
+        self._length = len(lanes[0])
+        # Each chain has ended this many of its links; -1: the chain has not started.
+        self._ended = [-1] * len(lanes)
+        self._first = 0  # all chains before this one have ended
+        self.test()
+
+    def test(self) -> bool:
+        """Progress all chains, the oldest one first."""
+        lane, most = self._first, self._length
+        while lane < min(self._first + self._width, len(self._lanes)):
+            if self._ended[lane] < 0:
+                self._end_link(lane)
+            while self._ended[lane] < most and self._lanes[lane][self._ended[lane]].poll():
+                self._end_link(lane)
+            most = self._ended[lane]
+            self._first += most == self._length
+            lane += 1
+        return self._first == len(self._lanes)
+
+    def wait(self) -> None:
+        """Progress all chains to their ends; blocking on one would delay the others."""
+        self._transport.wait_until(self.test)
+
+    def _end_link(self, lane: int) -> None:
+        self._ended[lane] += 1
+        if self._ended[lane] < self._length:
+            self._lanes[lane][self._ended[lane]].start()
+
+
+class PipelinedChain(Reduction):
     """Several chains as one Reduction: while one chain waits for messages, another one works.
 
     lanes    for each chain, its links: reductions that run one after the other. All chains have the
@@ -54,38 +92,9 @@ class PipelinedChain(Chain):
         width: int,
         scratch: int = 0,
     ):
-        super().__init__([link for lane in lanes for link in lane], scratch)
-        self._transport = transport
-        self._lanes, self._width, self._length = lanes, width, len(lanes[0])
-        # Each chain has ended this many of its links; -1: the chain has not started.
-        self._ended = [self._length] * len(lanes)
-        self._first = len(lanes)  # all chains before this one have ended
+        joined = Chain([link for lane in lanes for link in lane], scratch)
+        self.is_messages, self.scratch_bytes = joined.is_messages, joined.scratch_bytes
+        self._arguments = transport, lanes, width
 
-    def _run(self) -> None:
-        self._start()
-        self._go_on(blocks=True)
-
-    def _start(self) -> None:
-        self._ended = [-1] * len(self._lanes)
-        self._first = 0
-        self._go_on()
-
-    def _go_on(self, blocks: bool = False) -> bool:
-        """Progress all chains, the oldest one first; blocking on one would delay the others."""
-        if blocks:
-            self._transport.wait_until(self._go_on)
-        lane, most = self._first, self._length
-        while lane < min(self._first + self._width, len(self._lanes)):
-            if self._ended[lane] < 0:
-                self._end_link(lane)
-            while self._ended[lane] < most and self._lanes[lane][self._ended[lane]].poll():
-                self._end_link(lane)
-            most = self._ended[lane]
-            self._first += most == self._length
-            lane += 1
-        return self._first == len(self._lanes)
-
-    def _end_link(self, lane: int) -> None:
-        self._ended[lane] += 1
-        if self._ended[lane] < self._length:
-            self._lanes[lane][self._ended[lane]].start()
+    def _steps(self) -> Iterator[Request]:
+        yield Lanes(*self._arguments)

@@ -229,6 +229,7 @@ class Reduction:
                 self._awaited.wait()
             elif not self._awaited.test():
                 return False
+            self._awaited = FAILED  # unless the next line brings another
             self._awaited = next(self._left, None)
         return True
 
@@ -242,6 +243,24 @@ class Reduction:
     def _end_span(self) -> None:
         self._recorder.end(self._span)
         self._span = 0
+
+
+class Failed:
+    """The request that is left of a run which an error has ended: its buffer has no result."""
+
+    source = -1
+
+    def test(self) -> bool:
+        raise CommError(
+            "A reduction cannot end: an error has ended its run before.",
+            "Act on the first error: end the job, or bind the reduction again.",
+        )
+
+    def wait(self) -> None:
+        self.test()
+
+
+FAILED = Failed()
 
 
 def _started_twice() -> CommError:
@@ -542,20 +561,25 @@ class ProgressEngine:
         reduction.start()
         self._started.append(reduction)
 
-    def poll(self) -> None:
-        """Progress all started reductions without blocking."""
+    def poll(self, awaited: Reduction | None = None) -> bool:
+        """Progress all started reductions without blocking; return whether `awaited` has ended, or all if None."""
+        has_ended = True
         for reduction in self._started:
-            reduction.poll()
+            is_over = reduction.poll()
+            if awaited is None or awaited is reduction:
+                has_ended &= is_over
+        return has_ended
 
     def wait(self, reduction: Reduction | None = None) -> None:
         """Block until `reduction` has ended, or all started ones if None.
 
         All started reductions progress meanwhile.
         """
-        self._transport.wait_until(partial(_ended, self._started, reduction))
-        self._started = [
-            one for one in self._started if reduction is not None and one is not reduction
-        ]
+        self._transport.wait_until(partial(self.poll, reduction))
+        self._started = self._without(reduction)
+
+    def _without(self, ended: Reduction | None) -> list[Reduction]:
+        return [] if ended is None else [one for one in self._started if one is not ended]
 
     def leave(self) -> None:
         """Stop driving the started reductions; the caller waits for each of them itself."""
@@ -598,18 +622,19 @@ class ProgressThread(ProgressEngine):
         )
         self._thread.start()
 
-    def poll(self) -> None:
+    def poll(self, awaited: Reduction | None = None) -> bool:
         if self._error is not None:
             raise self._error
+        return False
 
     def wait(self, reduction: Reduction | None = None) -> None:
-        left = [one for one in self._started if reduction is not None and one is not reduction]
+        left = self._without(reduction)
         has_ended = id(reduction) in self._ended
         if not (left and has_ended):
             self._end()
         self.poll()
         if not has_ended:
-            self._transport.wait_until(partial(_ended, self._started, reduction))
+            self._transport.wait_until(partial(super().poll, reduction))
         self._started = left
         if left and self._thread is None:
             self._begin()
@@ -646,13 +671,6 @@ class ProgressThread(ProgressEngine):
             self._error.__cause__ = error
         finally:
             self._transport.dismiss_thread()
-
-
-def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bool:
-    """Poll all reductions; return whether `awaited` has ended, or all of them if None."""
-    # This polls every reduction, even if the first one has not ended.
-    ended = {id(reduction): reduction.poll() for reduction in tuple(started)}
-    return all(ended.values()) if awaited is None else ended[id(awaited)]
 
 
 def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngine:

@@ -220,3 +220,18 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
     assert job.requests == {receive}
     assert receive.test() and receive.source == 1 and calls == [True, True]
     assert not job.requests
+
+
+def test_a_run_that_an_error_has_ended_never_looks_complete():
+    def wait_twice(transport):
+        reduction = bind(transport, np.ones(1024), algorithm="ring")
+        reduction.start()
+        start, transport.start_send = transport.start_send, lambda *message: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            reduction.wait()
+        transport.start_send = start
+        for end in (reduction.wait, reduction.poll, reduction.wait):
+            with pytest.raises(CommError, match="an error has ended its run"):
+                end()
+
+    run_ranks(3, wait_twice)
