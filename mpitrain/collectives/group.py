@@ -258,11 +258,16 @@ class Group:
 
         Between hosts, a thread progresses the messages meanwhile.
         """
-        moving = mover(self.transport, reductions)
-        for reduction in reductions:
-            moving.start(reduction)
-        yield
-        moving.leave()
+        if len({*self.transport.hosts}) == 1:
+            for reduction in reductions:
+                reduction.start()
+            yield
+        else:
+            moving = mover(self.transport, reductions)
+            for reduction in reductions:
+                moving.start(reduction)
+            yield
+            moving.leave()
         for reduction in reductions:
             reduction.wait()
 

@@ -268,25 +268,34 @@ class Linear:
         if self._activate_backward:
             saved, own_slope = saved
             dy = self._activate_backward(dy, own_slope, arena)
-        if self.split == "inputs":
-            dy = self.rows.whole(dy)
         if self.split == "outputs":
-            saved = self.rows.regained(saved)
-        shape = *dy.shape[:-1], self.inputs
+            return self._summed_backward(w, dy, saved, arena, slope, beside)
+        if self.split:
+            dy = self.rows.whole(dy)
+        dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, slope)
+        beside(pending)
+        return dx.reshape(*dy.shape[:-1], self.inputs), pending
+
+    def _summed_backward(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any, beside: Any
+    ) -> tuple[Any, Any]:
+        """Return the ranks' sum of gradients from their outputs, and the state for `backward_weight`."""
+        saved, shape = self.rows.regained(saved), (*dy.shape[:-1], self.inputs)
 
         def product(out: Any, *terms: None) -> tuple[Any, Any]:
-            rows = flat_rows(dy)
-            if slope is not None:
-                return self.ops.gelu_linear_backward_input(rows, w["weight"], saved, slope, arena)
-            if self.low_rank:
-                return self.low_rank.backward_input(w, rows, saved, arena, out)
-            return self.product_backward_input(rows, w["weight"], saved, arena, out)
+            return self._multiply_backward(w, flat_rows(dy), saved, arena, slope, out)
 
-        if self.split == "outputs":
-            return self.rows.summed(product, shape, dy.dtype, arena, beside=beside)
-        dx, pending = product(None)
-        beside(pending)
-        return dx.reshape(shape), pending
+        return self.rows.summed(product, shape, dy.dtype, arena, beside=beside)
+
+    def _multiply_backward(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any, out: Any = None
+    ) -> tuple[Any, Any]:
+        """Return the gradient of the input of `_multiply`, and the state for `backward_weight`."""
+        if slope is not None:
+            return self.ops.gelu_linear_backward_input(dy, w["weight"], saved, slope, arena)
+        if self.low_rank:
+            return self.low_rank.backward_input(w, dy, saved, arena, out)
+        return self.product_backward_input(dy, w["weight"], saved, arena, out)
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""

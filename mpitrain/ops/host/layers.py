@@ -42,11 +42,12 @@ def linear(x, w, b, arena, out=None, residual=None):
 
 
 def add_bias(x, b, out, arena, residual=None):
-    for y, sums, more in blocks_of(out, x, residual):
+    for rows in row_blocks(out):
+        y, sums = out[rows], x[rows]
         if b is not None:
             sums = np.add(sums, b, out=y)
-        if more is not None:
-            sums = np.add(sums, more, out=y)
+        if residual is not None:
+            sums = np.add(sums, residual[rows], out=y)
         if sums is not y and out is not x:
             y[...] = sums
 
