@@ -101,14 +101,11 @@ class SharedMemory(Reduction):
         for number, phase in enumerate(next(self._turns)):
             if number:
                 yield
-            self._work(phase)
-
-    def _work(self, phase: Phase) -> None:
-        for target, source, is_sum in phase:
-            if is_sum:
-                self._combine(target, source)
-            else:
-                target[:] = source
+            for target, source, is_sum in phase:
+                if is_sum:
+                    self._combine(target, source)
+                else:
+                    target[:] = source
 
 
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:

@@ -656,8 +656,9 @@ class Replica:
         """
         self.step, self.lr, self.predictions = step, lr, predictions
         self.ignored = ignored or (0,) * self.micro_batches
-        targets = [self.of_update(micro) * predictions for micro in range(self.micro_batches)]
-        self.targets, self.weights = targets[0], [weight_of(count) for count in targets]
+        self.targets = self.of_update(0) * predictions
+        micros = range(self.micro_batches)
+        self.weights = [weight_of(self.of_update(micro) * predictions) for micro in micros]
         self.prepare()
 
     def prepare(self) -> None:
