@@ -52,7 +52,8 @@ def add_bias(x, b, out, arena, residual=None):
             y[...] = sums
 
 
-logits = linear
+def logits(x, w, b, arena):
+    return linear(x, w, b, arena)
 
 
 def linear_backward_input(dy, w, saved, arena, out=None):
