@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
@@ -252,8 +253,9 @@ def test_waiting_for_a_slow_rank_is_communication_that_was_not_hidden(book, tmp_
         return step(trainer, *rest)
 
     monkeypatch.setattr(Trainer, "step", slow)
-    go(2, [*book, "run.steps=3"])
-    assert all(record["comm_s"] > 0.1 for record in records(tmp_path) if "loss" in record)
+    go(2, [*book, "run.steps=5"])
+    waits = [record["comm_s"] for record in records(tmp_path) if "loss" in record]
+    assert len(waits) == 5 and median(waits) > 0.1  # a busy machine makes rank 0 late, too
 
 
 class NotFinite:

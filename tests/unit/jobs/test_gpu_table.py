@@ -16,7 +16,7 @@ import pytest
 from mpitrain.machine.process import gpus
 from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.kernels.gemm import PRODUCTS, case_of
-from tests.processes import run
+from tests.processes import SECONDS, run
 
 pytestmark = pytest.mark.compile
 
@@ -50,11 +50,13 @@ def job(monkeypatch):
 def parts(job, tmp_path, monkeypatch):
     """Runs these programs as parts on a device; (exit code, results)."""
 
-    def run(*programs, device="cuda", seconds=60.0, since=0.0, **facts):
+    def run(*programs, device="cuda", late=(), since=0.0, **facts):
+        """late: numbers of parts that are stopped, after seconds in which any machine has started them"""
         monkeypatch.setattr(job, "HERE", tmp_path)
         found = []
         for number, code in enumerate(programs):
             (tmp_path / f"{number}.py").write_text(f"{EMIT}good = {GOOD!r}\n{code}\n")
+            seconds = 5.0 if number in late else float(SECONDS)
             found.append(job.Part(f"part {number}", seconds, f"{number}.py", **facts))
         code = job.main(job.Work(560, tuple(found)), device, tmp_path, time.time() - since)
         return code, job.read(tmp_path / "results.jsonl")
@@ -201,11 +203,11 @@ def test_a_failed_or_late_section_keeps_its_rows_and_others_go_on(parts):
         "emit(**good)\nimport time\ntime.sleep(60)",
         "",
         "emit(**good)",
-        seconds=2.0,
+        late=[1],
     )
     assert code == 1 and [row["ok"] for row in rows] == [True, False, True, False, False, True]
     assert rows[1]["what"].endswith("exit code 1: ValueError: the driver is gone")
-    assert rows[3]["what"] == "part 1: stopped after its 2 s" and "no result" in rows[4]["what"]
+    assert rows[3]["what"] == "part 1: stopped after its 5 s" and "no result" in rows[4]["what"]
 
 
 def test_a_case_that_ends_its_program_loses_only_its_own_result(parts):
