@@ -20,7 +20,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("kind, setting", RUNS)
-def test_a_small_run_loses_what_it_lost(kind, setting):
+def test_a_small_run_loses_what_it_lost(kind, setting, users_kernels):
     then = json.loads(LOSSES.read_text())[kind]
     steps = 8 if kind in HALVES else len(then)  # the simulator is slow
     now, then = losses(kind, setting, steps=steps), then[:steps]

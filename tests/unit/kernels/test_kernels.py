@@ -1,7 +1,7 @@
 """Every kernel equals the reference in the checked build of the simulator, in several orders of threads.
 
-The fast build has the same source and other flags. In it the laws of operations prove each operation in float32, and
-training what models launch in 16 bits; other types and shapes have their proof here.
+The fast build has the same source and other flags. With those of users the laws of operations prove each operation in
+float32, and goldens what models launch in 16 bits; other types and shapes have their proof here.
 """
 
 import pytest

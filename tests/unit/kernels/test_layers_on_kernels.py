@@ -1,7 +1,7 @@
 """Layers and whole models on the simulator: what the CPU body computes."""
 
 import sys
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,16 +27,10 @@ from tests.laws.vocabulary import VocabularyLaws
 from tests.unit.placing import place
 
 
-@cache
-def simulated():
-    """Operations on the simulator, which need a compiler."""
-    return ops_for("cuda-sim")
-
-
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
-def test_operations_on_the_simulator_obey(law):
+def test_operations_on_the_simulator_obey(law, users_kernels):
     """In float32: layers have float64, and so have the cases of the kernels."""
-    getattr(OperationLaws(dtypes=["float32"]), law)(simulated(), SimulatorBackend())
+    getattr(OperationLaws(dtypes=["float32"]), law)(ops_for("cuda-sim"), SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", LAWS_OF_BITS)

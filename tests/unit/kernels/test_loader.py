@@ -150,7 +150,8 @@ def test_a_strided_view_is_written_between_its_gaps_alone(kernels):
     assert whole[:, :5].all() and not whole[:, 5:].any()
 
 
-def test_an_array_keeps_its_alignment_in_the_simulator(kernels):
+def test_an_array_keeps_its_alignment_in_the_simulator(users_kernels):
+    kernels = Kernels(Simulator(), folder=HERE)
     shifted = np.zeros(36, np.float32)[1:33]
     aligned = shifted.ctypes.data % 16 == 0
     assert not aligned, "NumPy did not align the whole array; the test shows nothing"

@@ -153,7 +153,7 @@ def test_the_checked_build_names_every_planted_mistake_in_any_order(name, order)
 
 
 @pytest.mark.parametrize("name", [name for name, planted in PLANTED.items() if planted.fast])
-def test_the_fast_build_shows_what_it_can(name):
+def test_the_fast_build_shows_what_it_can(name, users_kernels):
     for order in ORDERS:
         assert run(name, False, order, right=False).startswith(PLANTED[name].fast), order
 
@@ -161,7 +161,7 @@ def test_the_fast_build_shows_what_it_can(name):
 @pytest.mark.product
 @pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
 @pytest.mark.parametrize("name", PLANTED)
-def test_no_build_complains_about_the_corrected_kernel(name, checked):
+def test_no_build_complains_about_the_corrected_kernel(name, checked, users_kernels):
     for order in ORDERS:
         assert run(name, checked, order, right=True) == "", order
 
