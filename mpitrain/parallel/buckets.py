@@ -25,7 +25,7 @@ from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.collectives.engine.executor import Reduction, mover
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.cost_model import part_bytes
-from mpitrain.layers.flat import Bucket, FlatLayout, Storage
+from mpitrain.layers.flat import Bucket, FlatLayout, Span, Storage
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import Grid
 from mpitrain.regions import Piece
@@ -142,20 +142,19 @@ def slots_of(
     return slots, lengths
 
 
-def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:
+def tied_sums(grid: Grid, flat: Any, runs: Iterable[Span | Bucket]) -> list[Reduction]:
     """Bind an all-reduce per tied group whose ranks have summands of gradients; collective.
 
     The caller runs them once a step.
 
-    runs  (holders, partial, start, stop) of adjacent runs of `flat`, with the names of `Span`
+    runs  adjacent runs of `flat`
     """
     sums = []
-    for (holders, partial), group in groupby(runs, lambda run: run[:2]):
-        if partial:
-            spans = list(group)
-            # Tensors that other ranks lack may come before.
-            part = flat[spans[0][2] : spans[-1][3]]
-            sums.append(grid.holders[holders].bind(part, is_alike=False))
+    for holders, group in groupby((run for run in runs if run.partial), lambda run: run.holders):
+        own = list(group)
+        # Tensors that other ranks lack may come before.
+        part = flat[own[0].start : own[-1].stop]
+        sums.append(grid.holders[holders].bind(part, is_alike=False))
     return sums
 
 

@@ -533,11 +533,7 @@ class Replica:
             self.settings.overlap,
             self.settings.exact_steps(self.run.steps),
             self.bind,
-            tied_sums(
-                self.grid,
-                self.gradient_buffer,
-                [(span.holders, span.partial, span.start, span.stop) for span in storage.spans],
-            ),
+            tied_sums(self.grid, self.gradient_buffer, storage.spans),
         )
 
     def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:

@@ -378,7 +378,7 @@ class Zero2(Zero1):
             self.grid,
             self.gradient_buffer,
             [
-                (b.holders, b.partial, p.offset, p.offset + p.stop - p.start)
+                b._replace(start=p.offset, stop=p.offset + p.stop - p.start)
                 for b, p in pieces.items()
             ],
         )

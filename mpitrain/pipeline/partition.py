@@ -19,7 +19,7 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.models.table import adapted
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_units
+from mpitrain.parallel.tensor.layer_factory import LayerFactory
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""
@@ -82,7 +82,7 @@ def cut_in_chunks(
     partition  as pipeline.partition, but not "time"
     frozen     as model.freeze
     lora       the section [lora]
-    raises     ConfigError if the units do not fit each other, the ranks or the partition
+    raises     ConfigError if these are no units, or do not fit the partition
     """
     made = units(layers) if callable(units) else units
     if not are_units(made):
@@ -91,7 +91,6 @@ def cut_in_chunks(
             "Pass the units, or a function that returns them.",
         )
     model = freeze(adapted(made, lora, layers), frozen)
-    check_units(model, layers)
     chunks, tied = [model], dict[str, list[int]]()
     if len(stage_of) > 1 or partition:
         chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)

@@ -33,7 +33,7 @@ from mpitrain.optim import check_groups, with_defaults
 from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_used, described
+from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_units, described
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Chunks, Units, cut_in_chunks
 from mpitrain.pipeline.schedules import NAMED, plan_of, table_of
@@ -175,7 +175,7 @@ class Job:
     def checked(self, layers: LayerFactory, cut: Chunks) -> Chunks:
         """Return a model as `cut` made it; ConfigError if it does not fit configuration and hosts."""
         config = self.config
-        check_used(layers, config.data.attend, config.layout.cp)
+        check_units(cut.model, layers, config.data.attend, config.layout.cp)
         if config.optimizer.groups:
             names = [unit.full_name(p) for unit in cut.model for p in unit.layer.parameters()]
             check_groups(config.optimizer, names)

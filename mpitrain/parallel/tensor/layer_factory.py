@@ -134,38 +134,16 @@ def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss
 
 
-def check_used(layers: Plain, attend: str, cp: int) -> None:
-    """Raise ConfigError if a key needs a layer that the model lacks.
-
-    layers      the factory, after the model has been built with it
-    attend, cp  data.attend and layout.cp
-    """
-    keys, memory = layers.keys, layers.memory
-    for key, value, usual, layer in (
-        ("model.dropout", keys.dropout, 0, "dropout"),
-        ("model.attention_dropout", keys.attention_dropout, 0, "attention with dropout"),
-        ("model.window", keys.window, 0, "attention in a window"),
-        ("memory.recompute", memory.recompute == "attention" and "attention", "none", "attention"),
-        ("memory.logit_chunks", memory.logit_chunks, 1, "head"),
-        ("data.attend", attend, "window", "attention"),
-        ("layout.cp", cp, 1, "attention"),
-    ):
-        if value and value != usual and layer not in layers.made:
-            raise ConfigError(
-                f"{key}={value} needs the layer factory's {layer}, but this model has none.",
-                f"Set {key} to {usual}, or make {layer} with the layer factory.",
-            )
-
-
-def check_units(units: Sequence[Unit], layers: Plain) -> None:
-    """Check that a trainer can train these units together.
+def check_units(units: Sequence[Unit], layers: Plain, attend: str, cp: int) -> None:
+    """Check that a trainer can train these units together, with this configuration.
 
     The loss overwrites the last output, so the last layer's backward must not need it. With several
     tensor-parallel ranks each tensor must be sharded or replicated. With sequence-parallel rows one
-    unit must be an embedding, which splits the rows.
+    unit must be an embedding, which splits the rows. A key about a layer needs such a layer.
 
-    layers  the factory, after the model has been built with it
-    raises  ConfigError
+    layers      the factory, after the model has been built with it
+    attend, cp  data.attend and layout.cp
+    raises      ConfigError
     """
     ranks, last = layers.rows.ranks, units[-1]
     if not last.layer.output_is_free:
@@ -186,3 +164,18 @@ def check_units(units: Sequence[Unit], layers: Plain) -> None:
                     f"{unit.name} is neither.",
                     "Make all units from the set of layers that a Trainer passes to its argument `units`, or set layout.tp to 1.",
                 )
+    keys, memory = layers.keys, layers.memory
+    for key, value, usual, layer in (
+        ("model.dropout", keys.dropout, 0, "dropout"),
+        ("model.attention_dropout", keys.attention_dropout, 0, "attention with dropout"),
+        ("model.window", keys.window, 0, "attention in a window"),
+        ("memory.recompute", memory.recompute == "attention" and "attention", "none", "attention"),
+        ("memory.logit_chunks", memory.logit_chunks, 1, "head"),
+        ("data.attend", attend, "window", "attention"),
+        ("layout.cp", cp, 1, "attention"),
+    ):
+        if value and value != usual and layer not in layers.made:
+            raise ConfigError(
+                f"{key}={value} needs the layer factory's {layer}, but this model has none.",
+                f"Set {key} to {usual}, or make {layer} with the layer factory.",
+            )
