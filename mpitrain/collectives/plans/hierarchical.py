@@ -23,7 +23,7 @@ hosts in place of 8 (h - 1), and as many bytes.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.steps import (
@@ -117,13 +117,11 @@ def all_to_all(
         ranks = by_host[host]
         return ranks[by_host[hosts[source]].index(source) % len(ranks)]
 
-    def made(transfers: list[Transfer]) -> tuple[Transfer, ...]:
-        return tuple(t for t in transfers if t.start < t.stop)
+    def plan(sends: Iterable[Transfer], receives: Iterable[Transfer]) -> Plan:
+        """Plan one step, without the messages that are empty."""
+        sent, got = (tuple(t for t in each if t.start < t.stop) for each in (sends, receives))
+        return Plan((Step(sent, got),))
 
-    direct = Step(
-        made([Transfer(to, *out[to]) for to in local]),
-        made([Transfer(source, *into[source]) for source in local]),
-    )
     # A relay has the parts of its sources in the order of ranks, each in the order of destinations.
     sources = [s for s in range(n) if s not in local and relay(s, hosts[rank]) == rank]
     pairs = [(source, to) for source in sources for to in local]
@@ -134,32 +132,22 @@ def all_to_all(
         firsts = [r for r in ranks if r - 1 not in ranks]
         return [*zip(firsts, [r for r in ranks if r + 1 not in ranks], strict=True)]
 
-    between = Step(
-        made(
-            [
-                Transfer(relay(rank, host), out[first][0], out[last][1])
-                for host, ranks in by_host.items()
-                if host != hosts[rank]
-                for first, last in runs(ranks)
-            ]
+    direct = plan((Transfer(r, *out[r]) for r in local), (Transfer(r, *into[r]) for r in local))
+    between = plan(
+        (
+            Transfer(relay(rank, host), out[first][0], out[last][1])
+            for host, ranks in by_host.items()
+            if host != hosts[rank]
+            for first, last in runs(ranks)
         ),
-        made(
-            [
-                Transfer(source, middle[source, first][0], middle[source, last][1])
-                for source in sources
-                for first, last in runs(local)
-            ]
+        (
+            Transfer(source, middle[source, first][0], middle[source, last][1])
+            for source in sources
+            for first, last in runs(local)
         ),
     )
-    spread = Step(
-        made([Transfer(to, *middle[source, to]) for source, to in pairs]),
-        made(
-            [
-                Transfer(relay(source, hosts[rank]), *into[source])
-                for source in range(n)
-                if source not in local
-            ]
-        ),
+    spread = plan(
+        (Transfer(to, *middle[source, to]) for source, to in pairs),
+        (Transfer(relay(r, hosts[rank]), *into[r]) for r in range(n) if r not in local),
     )
-    length = sum(counts[s][to] for s, to in pairs)
-    return Plan((direct,)), Plan((between,)), Plan((spread,)), length
+    return direct, between, spread, sum(counts[s][to] for s, to in pairs)
