@@ -111,12 +111,13 @@ class WorkQueue:
     def outcomes(self) -> list[tuple[int, StepResult]]:
         """Return (step, result) of each step that has finished since the last call, in order.
 
-        A step with a skipped update waits for the pause, since the run may end on it.
+        A step without an update waits for a pause, since the run may end on it.
         """
         finished = []
         while len(reports := self._reports.get(self._first_open, ())) == self._workers:
             outcome = _of_step(sorted(reports), self._leads[self._first_open])
-            if outcome.counted and not outcome.updated and not self.is_pause:
+            if not outcome.updated and not self.is_pause:
+                self.withhold()
                 break
             del self._reports[self._first_open], self._leads[self._first_open]
             self._first_open += 1

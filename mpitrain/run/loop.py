@@ -720,7 +720,7 @@ class Run:
                 f"Step {step} has loss {result.loss} and {result.nonfinite} gradient elements that are "
                 f"not finite{self._where(step, result)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
-            ).on_every_rank()  # an asynchronous server tells of such a step in a pause of all
+            )
         if self._in_a_row == SKIPS or (step == self.steps and self.skipped > step / 2):
             undone = ", a spike, or were undone" * (self.config.run.on_spike != "ignore")
             raise self._failed(
@@ -747,19 +747,11 @@ class Run:
         return located(trainer, lambda: trainer.step(number, *batch))
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
-        """Write the last line of metrics, and return the error.
-
-        Where ranks end each step together, all raise it. With an asynchronous server they do not,
-        and the first rank that raises it ends the job.
+        """Write the last line of metrics, and return the error of all ranks: an asynchronous server tells of a step
+        without an update in a pause of all.
         """
         self.record({"event": "failed", "step": step})
-        error = TrainingError(law, way_out)
-        return error.on_every_rank() if self._end_steps_together else error
-
-    @property
-    def _end_steps_together(self) -> bool:
-        replication = self.config.replication
-        return replication.mode != "server" or replication.update == "sync"
+        return TrainingError(law, way_out).on_every_rank()
 
     # Parts of a pause.
 

@@ -56,10 +56,10 @@ def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(
 def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     update, settings, tmp_path, monkeypatch
 ):
-    real = Trainer.step
+    real, bad = Trainer.step, {2}
 
     def poisoned(trainer, index, inputs, targets, stop=False):
-        if index == 2 and trainer.replica.share(6).stop == 6:
+        if index in bad and trainer.replica.share(6).stop == 6:
             trainer.replica.open(0, 0)["tokens"][:] = np.nan  # until the next pull
         return real(trainer, index, inputs, targets, stop)
 
@@ -69,6 +69,10 @@ def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     failed = [record for record in records(tmp_path) if record.get("skipped")]
     assert [record["step"] for record in failed] == [3]
     go(5, [*settings, *update, "run.on_nonfinite=skip", f"run.out={tmp_path / 'other'}"])
+    bad |= {*range(6)}
+    with pytest.raises(TrainingError, match="A run may not skip"):
+        go(5, [*settings, *update, "run.on_nonfinite=skip", f"run.out={tmp_path / 'all/run'}"])
+    assert records(tmp_path / "all")[-1]["event"] == "failed"
 
 
 def test_a_run_moves_from_servers_to_all_reduce_and_back(tmp_path):
