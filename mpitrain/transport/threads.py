@@ -109,20 +109,17 @@ class World:
         try:
             while not ready():
                 self.find_deadlock()
-                self.check(rank, what)
+                if self.end is not None:
+                    raise self.failure(rank, what)
                 if not wait.woken.wait(seconds) and self.end is None:
                     return
         finally:
             del self.waits[me]
 
-    def check(self, rank: int, what: Any) -> None:
-        """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
-        if self.end is None:
-            return
+    def failure(self, rank: int, what: Any) -> CommError:
+        """Return the error of a wait in a world that has ended: PeerLost if a rank has ended before."""
         law = f"rank {rank}: {self.name_of(rank, what)} cannot complete: {self.end}"
-        if self.lost:
-            raise PeerLost(law, ranks=tuple(sorted(self.lost)))
-        raise CommError(law)
+        return PeerLost(law, ranks=tuple(sorted(self.lost))) if self.lost else CommError(law)
 
     def name_of(self, rank: int, what: Any) -> str:
         """Return the name of a wait; without one, that of the rank's messages in progress."""
@@ -257,7 +254,8 @@ class Meets:
                 if self.note is not None:
                     self._end()
                 return True
-            world.check(self.transport.me, self)
+            if world.end is not None:
+                raise world.failure(self.transport.me, self)
         time.sleep(0)  # a polling loop must let the other threads run
         return False
 
