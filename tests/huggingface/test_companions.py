@@ -11,7 +11,7 @@ from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.huggingface.models import llama, made
-from tests.processes import launch, mpitrain
+from tests.processes import calls_of_one_start, launch, mpitrain
 from tests.training import configured
 
 CHATML = (
@@ -198,25 +198,29 @@ def test_a_folder_is_used_where_a_run_is(tmp_path):
     assert (adapter.name, merged.name) == ("peft", "llama")
     losses = [loss_of(one, rows) for one in (tuned, adapter, merged)]
     assert max(losses) - min(losses) <= 1e-5 and abs(loss_of(folder, rows) - losses[0]) > 0.01
-    for one in (adapter, merged):
-        chat = launch(2, "chat", one, "--tp", 2, *greedy, input=f"{prompt}\n")
-        assert chat.stdout == mpitrain("chat", tuned, *greedy, input=f"{prompt}\n").stdout
-        assert chat.stdout.strip() and not chat.returncode
+    says = {"input": f"{prompt}\n"}
+    answer = mpitrain("chat", tuned, *greedy, **says).stdout
+    for chat in (
+        launch(2, "chat", adapter, "--tp", 2, *greedy, **says),
+        mpitrain("chat", merged, *greedy, **says),
+    ):
+        assert chat.stdout == answer and answer.strip() and not chat.returncode, chat.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["eval", "{}"], "Name some: --data SOURCE."),
-        (["eval", "{}", "--data", "jsonl:rows.jsonl", "--best"], "Leave it out."),
-        (["predict", "{}", "--data", "jsonl:rows.jsonl", "--out", "y.npy"], "mpitrain generate"),
-        (["chat", "{}/.."], "There is no run in"),
-    ],
-)
-def test_a_folder_has_no_data_and_no_checkpoints(words, says, tmp_path):
+FOLDERLESS = {
+    "Name some: --data SOURCE.": ["eval", "theirs"],
+    "Leave it out.": ["eval", "theirs", "--data", "jsonl:rows.jsonl", "--best"],
+    "mpitrain generate": ["predict", "theirs", "--data", "jsonl:rows.jsonl", "--out", "y.npy"],
+    "There is no run in": ["chat", "theirs/.."],
+}
+"""What is said of a call."""
+
+
+def test_a_folder_has_no_data_and_no_checkpoints(tmp_path):
     saved(tmp_path / "theirs", "llama")
-    done = mpitrain(*(word.format(tmp_path / "theirs") for word in words), cwd=tmp_path)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    said, _ = calls_of_one_start(1, [*FOLDERLESS.values()], tmp_path, code=2)
+    for says, text in zip(FOLDERLESS, said, strict=True):
+        assert text.count(says) == 1 and "Traceback" not in text, text
 
 
 def test_a_model_from_nothing_ends_with_the_token_that_ends_its_answers(tmp_path):
