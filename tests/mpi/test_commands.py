@@ -67,7 +67,7 @@ def losses(folder):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
-    ranks = 3
+    ranks = 2
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The "}\n{"prompt": "x"}\n')
     several = ["generate", "run", "--prompts", "prompts.jsonl", "--tokens", "20", "--json"]
     calls = [
@@ -178,7 +178,7 @@ def interrupted(ranks, settings, begins, stop, folder):
 
 
 def test_an_interrupted_run_goes_on_bitwise_as_if_it_had_not_stopped(tmp_path):
-    ranks, number = 3, signal.SIGTERM
+    ranks, number = 2, signal.SIGTERM
     many = [*TINY, *sets(run__steps=30)]
     code, said = interrupted(ranks, many, "step  3/", lambda run: run.send_signal(number), tmp_path)
     assert code == 85, said
@@ -234,7 +234,7 @@ MISTAKES = [
     (sets(data__source="text:pipe"), "The data file pipe cannot be read: it is not a regular file"),
     (["--no-such-option"], "No such option"),
     (["--gemm", "blas"], "device.gemm must be 'tiled', '3xtf32', 'library' or 'auto',"),
-    (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
+    (["--dp", "3"], "dp 3 x tp 1 x pp 1 needs 3 ranks, but 2 were started."),
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (sets(data__source="text:empty.txt"), "empty.txt is empty."),
     (
@@ -264,7 +264,7 @@ MISTAKES = [
 ]
 
 
-def test_every_mistake_is_one_message_and_exit_2_on_four_ranks(tmp_path):
+def test_every_mistake_is_one_message_and_exit_2_on_all_ranks(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken.toml").write_text("[run\nsteps = ")
@@ -272,7 +272,7 @@ def test_every_mistake_is_one_message_and_exit_2_on_four_ranks(tmp_path):
         json.dumps({"machine": {}, "plans": {"y " * 9000: {}}, "whole": {}})
     )
     os.mkfifo(tmp_path / "pipe")
-    said, _ = calls_of_one_start(4, [["train", *words] for words, _ in MISTAKES], tmp_path, code=2)
+    said, _ = calls_of_one_start(2, [["train", *words] for words, _ in MISTAKES], tmp_path, code=2)
     for (_, complaint), text in zip(MISTAKES, said, strict=True):
         assert text.count(complaint) == 1 and "Traceback" not in text and len(text) < 1200, text
     words, complaint = MISTAKES[0]
