@@ -32,7 +32,7 @@ def test_without_a_driver_cuda_is_one_message_and_auto_is_resolved_in_the_run_di
     (tmp_path / "cupy.py").write_text(NO_DRIVER)
     cuda = ["train", "--device", "cuda", "--out", "cuda", *FEW]
     calls = [cuda, [*cuda, *sets(replication__wire="topk:0.1")], ["train", "--out", "run", *FEW]]
-    said, _ = calls_of_one_start(3, calls, tmp_path, [2, 2, 0])
+    said, _ = calls_of_one_start(2, calls, tmp_path, [2, 2, 0])
     complaints = (
         "needs a GPU and its driver, but CuPy fake says cudaErrorInsufficientDriver",
         "Wire format topk:0.1 keeps its residuals in host memory",
@@ -81,7 +81,7 @@ def test_the_simulator_trains_as_the_cpu_and_a_run_may_change_device(tmp_path):
         ["eval", "cpu", "--rows", "20"],
         ["eval", "cpu", "--device", "auto", "--rows", "20"],
     ]
-    _, (*_, own, auto) = calls_of_one_start(3, calls, tmp_path, code=0)
+    _, (*_, own, auto) = calls_of_one_start(2, calls, tmp_path, code=0)
     one, other = losses(tmp_path / "cpu"), losses(tmp_path / "cuda-sim")
     assert one.keys() == other.keys() == set(range(1, 6))
     assert all(abs(other[step][0] / one[step][0] - 1) <= 1e-4 for step in one)
