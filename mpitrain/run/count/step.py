@@ -9,7 +9,7 @@ import math
 from collections import Counter as Numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -52,13 +52,6 @@ Sums = Numbers[tuple[str, str, int]]
 
 MOST = 512
 """The largest number of micro-batches that an error proposes."""
-
-
-class Fitting(NamedTuple):
-    """A number of micro-batches that fits in memory, and the activation bytes that it needs."""
-
-    micro_batches: int
-    needed: int
 
 
 class Unsent:
@@ -367,7 +360,7 @@ def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
         f"{len(room.ranks)} rank(s) need {both}, {state} for parameters, gradients and optimizer state and "
         f"{of_rows} for activations {room.where}, with {micro_batches} micro-batch(es) of "
         f"{-(-rows // micro_batches)} row(s), but {free} {room.allowed}.",
-        f"Set batch.micro_batches to {fitting.micro_batches}: activations then need {gigabytes(fitting.needed)[0]}."
+        f"Set batch.micro_batches to {fitting[0]}: activations then need {gigabytes(fitting[1])[0]}."
         if fitting
         else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
         "fits.",
@@ -407,8 +400,10 @@ def bytes_needed(job: Job, room: Room, rank: int) -> tuple[int, StepCounts]:
     return total, counts if rank < workers else StepCounts()
 
 
-def _fitting(job: Job, room: Room, rank: int) -> Fitting | None:
-    """Return the fewest micro-batches, more than those of the job, that fit in `room`, by bisection."""
+def _fitting(job: Job, room: Room, rank: int) -> tuple[int, int] | None:
+    """Return the fewest micro-batches, more than those of the job, that fit in `room`, by bisection,
+    and the bytes of activations that they need; None if no number fits.
+    """
     best = None
     # Each micro-batch of every replica needs a row, also of one with fewer rows than this.
     low, high = job.plan.micro_batches + 1, min(job.config.batch.size // job.axes.dp, MOST)
@@ -417,7 +412,7 @@ def _fitting(job: Job, room: Room, rank: int) -> Fitting | None:
         proposed = next(filter(None, map(job.with_micro_batches, range(middle, high + 1))), None)
         nbytes = bytes_needed(proposed, room, rank)[0] if proposed else math.inf
         if proposed and nbytes <= room.free - room.needed:
-            best = Fitting(proposed.plan.micro_batches, int(nbytes))
+            best = proposed.plan.micro_batches, int(nbytes)
             high = middle - 1
         elif proposed:
             low = proposed.plan.micro_batches + 1
