@@ -140,14 +140,14 @@ def test_a_segment_that_zero_3_would_gather_again_is_refused_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    "setting, words",
-    [("memory.recompute=attention", "this model has none"), ("memory.logit_chunks=2", "`head`")],
+    "setting, layer",
+    [("memory.recompute=attention", "attention"), ("memory.logit_chunks=2", "head")],
 )
-def test_a_key_without_its_layer_is_refused(setting, words):
+def test_a_key_without_its_layer_is_refused(setting, layer):
     config = configured(*GPT, "model.kind=mlp", setting)
 
     def built(transport):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=f"{setting} needs the layer factory's {layer}"):
             build(transport, config, source=source_of(config))
 
     run_ranks(1, built)
