@@ -122,7 +122,8 @@ def test_an_endless_file_is_refused_in_time(code, monkeypatch):
     monkeypatch.setattr(child, "SECONDS", 0.3)
     began = time.monotonic()
     result = found("ring", code)
-    assert "no answer within" in str(result.reason) and time.monotonic() - began < 10
+    assert "no answer within" in str(result.reason)
+    assert time.monotonic() - began < 50, "nobody waits for the process that FORK leaves"
 
 
 def test_a_problem_is_one_line_so_that_no_file_forges_the_verdict_of_another():
