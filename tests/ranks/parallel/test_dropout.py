@@ -158,5 +158,5 @@ def test_a_rate_for_a_model_without_dropout_is_refused(key):
             Unit("head", layers.head(6, 8, normal(0.1))),
         ]
 
-    with pytest.raises(ConfigError, match=f"{key} 0.2"):
+    with pytest.raises(ConfigError, match=f"{key}=0.2 needs"):
         run_ranks(2, lambda transport: Trainer(transport, units, configured(f"{key}=0.2")))
