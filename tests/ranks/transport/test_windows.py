@@ -38,6 +38,17 @@ def test_groups_that_overlap_reduce_in_the_same_window(count):
     assert run_ranks(3, work) == [([4] * count,) * 2, None, ([4] * count,) * 2]
 
 
+def delay_phases(reduction, delay):
+    """Call `delay` before each phase of a reduction through shared memory."""
+
+    class Late(list):
+        def __iter__(self):
+            delay()
+            return super().__iter__()
+
+    reduction._turns = ([*map(Late, phases)] for phases in reduction._turns)
+
+
 def test_a_window_is_not_written_while_another_group_reads_it():
     written = threading.Event()
 
@@ -48,8 +59,8 @@ def test_a_window_is_not_written_while_another_group_reads_it():
         )
         if transport.rank == 1:
             # The first phase writes, the second reads.
-            work, number = reduction._work, itertools.count()
-            reduction._work = lambda phase: (next(number) and written.wait(10), work(phase))
+            number = itertools.count()
+            delay_phases(reduction, lambda: next(number) and written.wait(10))
         reduction.run()
         if transport.rank != 1:
             del reduction
@@ -75,8 +86,7 @@ def test_what_a_slow_rank_still_reads_is_not_written_over(count, half, where, be
         )
         reduction, found = getattr(Group(transport, "shared"), f"bind_{half}")(array), []
         if transport.rank == 1:
-            work = reduction._work
-            reduction._work = lambda phase: (time.sleep(0.02), work(phase))
+            delay_phases(reduction, lambda: time.sleep(0.02))
         for run in range(3):
             array[:] = 10.0**transport.rank * (run + 1)
             if begun:
