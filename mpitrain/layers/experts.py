@@ -22,44 +22,28 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, has_memory
 
 
-class Stay:
-    """The rows of one call stay on this rank, which has all experts.
+class Trip:
+    """The rows of one call, which go to the ranks of their experts and back: an all-to-all of unequal counts.
+
+    Rank r of layers.ep has the r-th run of the experts; without that group the rows stay here. Buffers of
+    received rows have more rows than arrive, so that few sizes occur; the arena allocates when an expert
+    takes more than ever before. The host reads the ends from the device, since messages have sizes: once
+    for each forward.
 
     ends  (E,): the ends of the rows of each expert of this rank
     """
 
-    def __init__(self, ends: Any):
-        self.ends = ends
-
-    def there(self, rows: Any, arena: Arena, beside: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return the rows of this rank's experts, in their order, and what `beside` computes meanwhile."""
-        return rows, beside()
-
-    def back(self, rows: Any, like: Any, arena: Arena) -> Any:
-        """Return the rows of this rank's tokens, from the results of all experts.
-
-        like  the argument of `there`, in whose order and size they are
-        """
-        return rows
-
-
-class Trip(Stay):
-    """The rows of one call go to the ranks of their experts, and back: an all-to-all of unequal counts.
-
-    Rank r of the group has the r-th run of the experts. Buffers of received rows have more rows than
-    arrive, so that few sizes occur; the arena allocates when an expert takes more than ever before.
-    The host reads the ends from the device, since messages have sizes: once for each forward.
-    """
-
     def __init__(self, layers: Any, ends: Any, most: int, arena: Arena):
-        """Tell the counts; collective.    most: rows of this rank's buffers, k M"""
-        self._ops, self._group = layers.ops, (group := layers.ep)
+        """Tell the counts; collective.    ends: of all experts; most: rows of this rank's buffers, k M"""
+        self._ops, self._group, self.ends = layers.ops, layers.ep, ends
+        if not (group := layers.ep):
+            return
         there, count = layers.backend, len(ends)
         # Where a step is only counted, all experts get as many tokens.
         own = there.to_host(ends) if has_memory(ends) else np.arange(1, count + 1) * most // count
         self._routes = group.routes(np.diff(own, prepend=0).reshape(group.size, -1))
         arrived = self._routes.counts[:, group.rank]
-        super().__init__(there.from_host(arrived.sum(axis=0).cumsum(), arena))
+        self.ends = there.from_host(arrived.sum(axis=0).cumsum(), arena)
         experts = np.tile(np.arange(arrived.shape[1]), group.size).repeat(arrived.reshape(-1))
         order = experts.argsort(kind="stable")
         grain = max(1, most // 4)
@@ -70,6 +54,9 @@ class Trip(Stay):
         )
 
     def there(self, rows: Any, arena: Arena, beside: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return the rows of this rank's experts, in their order, and what `beside` computes meanwhile."""
+        if not self._group:
+            return rows, beside()
         routes = self._routes
         arrived = arena.take((len(self._by_expert), rows.shape[1]), rows.dtype)
         with self._group.beside(routes.bind(rows[: routes.sent], arrived[: routes.received])):
@@ -77,6 +64,12 @@ class Trip(Stay):
         return self._ops.dispatch(arrived, self._by_expert, 1, arena), found
 
     def back(self, rows: Any, like: Any, arena: Arena) -> Any:
+        """Return the rows of this rank's tokens, from the results of all experts.
+
+        like  the argument of `there`, in whose order and size they are
+        """
+        if not self._group:
+            return rows
         routes = self._routes
         sorted_rows = self._ops.dispatch(rows, self._by_rank, 1, arena)
         home = arena.take(like.shape, like.dtype)
@@ -164,7 +157,7 @@ class Experts:
             forward = self.shared and self.shared.forward
             return forward(w["shared"], own, now, arena) if forward else (None, None)
 
-        trip = Trip(self.layers, ends, len(taken), arena) if self.layers.ep else Stay(ends)
+        trip = Trip(self.layers, ends, len(taken), arena)
         inputs, (out_of_shared, shared_states) = trip.there(taken, arena, shared)
         z, up = ops.grouped_linear(inputs, w["up"]["weight"], trip.ends, arena)
         h, activated = self.activate(z, arena)
