@@ -65,7 +65,7 @@ def sizes_of(found, shards):
 def test_a_model_larger_than_free_memory_is_refused_with_the_numbers(
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
-    config = config_of(layers=1000, optimizer={"name": optimizer})
+    config = config_of(layers=20, optimizer={"name": optimizer})
     found, storage = sizes_of(resolved(config, ranks), 1)
     rule = RULES[optimizer]
     if not isinstance(rule.step, BlockWise | TensorWise):
@@ -91,7 +91,7 @@ def test_a_model_larger_than_free_memory_is_refused_with_the_numbers(
     [*((zero, "all", "aa") for zero in range(4)), (1, "host", "abab"), (3, "host", "aabb")],
 )
 def test_memory_of_sharded_state_counts_a_shard_and_one_unit(zero, shard, hosts, monkeypatch):
-    config, n = config_of(layers=1000, replication={"zero": zero, "shard": shard}), len(hosts)
+    config, n = config_of(layers=20, replication={"zero": zero, "shard": shard}), len(hosts)
     length = sizes_of(resolved(config, n), n)[0].length
     # The mlp half of a block: its two matrices and biases, and its norm. Norm and biases, of 24
     # each, end before a multiple of 32: 24, 24, 24 and 96 in front of the matrices.
