@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.build import build_runtime
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.kernels.source import FOLDER, package_sources
+from mpitrain.kernels.source import FOLDER, Signature, SourceFile, package_sources
 from mpitrain.machine.compiling import cache_of
 from tests.cases.suite import SUITE
 
@@ -234,6 +234,19 @@ def sources_with(file: str) -> list[str]:
     return found
 
 
+class Apart(Simulator):
+    """Compiles changed sources to a folder of their own; what the change does not reach is in the cache of all."""
+
+    def __init__(self, folder: Path, order: Literal["forward", "reverse"]):
+        super().__init__(checked=True, order=order)
+        self._all, self._apart = self.cache, folder
+
+    def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
+        is_changed = source.text != package_sources()[source.path.stem].text
+        self.cache = self._apart if is_changed else self._all
+        return super().load(source, signature, defines)
+
+
 def judge(mutant: Mutant, folder: Path) -> str | None:
     """Run the cases on a mutant in two orders of threads, here and now; who noticed, in one line, or None.
 
@@ -244,17 +257,15 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
         FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "simulator", "__pycache__")
     )
     (sources / mutant.file).write_text(mutant.text)
-    build_runtime(cache_of("simulator"))
-    for library in cache_of("simulator").glob(
-        "*.so*"
-    ):  # with their digests: what the change does not reach need not be compiled again
-        (folder / library.name).symlink_to(library)
+    runtime = build_runtime(cache_of("simulator"))
+    for path in runtime.parent.glob(f"{runtime.name}*"):  # with its digest
+        (folder / path.name).symlink_to(path)
+    devices = [Kernels(Apart(folder, order), folder=sources) for order in ("forward", "reverse")]
     groups = [group for source in sources_with(mutant.file) for group in SUITE[source]]
-    for order in ("forward", "reverse"):
-        kernels = Kernels(Simulator(checked=True, order=order, cache=folder), folder=sources)
-        for case in (case for group in dict.fromkeys(groups) for case in group()):
+    for case in (case for group in dict.fromkeys(groups) for case in group()):
+        for device in devices:
             try:
-                case(kernels)
+                case(device)
             except (OSError, subprocess.SubprocessError):
                 raise
             except Exception as error:
