@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
         const float unit = CAP == 0 ? scale : 1.0f;    // of scores behind a soft-cap
         if (side == 1) arrive(turns);
         const auto take_turn = [&] {
-            barrier_wait(turns + 8 * side, turn);
+            barrier_wait(turns + 8 * side, turn);    // for speed alone: no value depends on who goes first
             turn ^= 1;
         };
         const auto pass_turn = [&] { arrive(turns + 8 * (1 - side)); };

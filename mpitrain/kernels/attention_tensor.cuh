@@ -18,8 +18,10 @@ constexpr int DEPTH = HEAD / 16;    // pairs of fragments along the channels
 constexpr int BLOCKS = sizeof(Element) == 4 ? 1 : 2;
 // Narrow heads leave registers: steps without masks have a loop of their own, and pointers run. Of wide ones both would spill.
 constexpr bool ROOMY = HEAD <= 64;
-// Slices of the channels in a turn of the loop over them. All at once would spill with wide heads of float32.
-constexpr int SLICES = ROOMY || sizeof(Element) == 2 ? HEAD / SLICE : 2;
+// Slices of the channels, and of the rows that pass by, in a turn of the loops over them. All at once would spill with wide heads of
+// float32, whose sums take most registers: beside them the additions of many products would be under way.
+constexpr bool UNROLLED = ROOMY || sizeof(Element) == 2;
+constexpr int SLICES = UNROLLED ? HEAD / SLICE : 2, ROW_SLICES = UNROLLED ? STEP / SLICE : 1;
 
 static_assert(HEAD % 16 == 0 && STEP % 16 == 0 && OWNED % STEP == 0, "whole fragments, and whole steps before the diagonal");
 
@@ -181,13 +183,14 @@ __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const
             }
 }
 
-// out (WARP_ROWS x HEAD) += p (WARP_ROWS x STEP) times `other` (STEP x HEAD).
-__device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, const Element* other) {
-#pragma unroll
+// out (WARP_ROWS x HEAD) += p (WARP_ROWS x STEP) times `other` (STEP x HEAD). The columns of p move up, so that a
+// loop that is not unrolled finds the next slice in the same registers; p is used up.
+__device__ __forceinline__ void add_weighted(Channels& out, Steps& p, const Element* other) {
+#pragma unroll ROW_SLICES
     for (int s = 0; s < STEP / SLICE; ++s) {
         unsigned a[FRAGMENTS][4];
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f) a_of_d(a[f], p[f] + SLICE / 8 * s);
+        for (int f = 0; f < FRAGMENTS; ++f) a_of_d(a[f], p[f]);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             unsigned b[2][2];
@@ -195,6 +198,12 @@ __device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, cons
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) multiply_add(out[f] + 2 * d, a[f], b, Element{});
         }
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+            for (int j = SLICE / 8; j < STEP / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) p[f][j - SLICE / 8][e] = p[f][j][e];
     }
 }
 

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
         for (; t0 < masked_end; t0 += STEP) add(t0, true);
         for (; !BOUNDED && t0 < end; t0 += STEP) add(t0, false);
     }
-    Element *dks = dkv + sizes.k(b, blockIdx.y * GROUP), *dvs = dkv + sizes.v(b, blockIdx.y * GROUP);
+    Element *dks = dkv + sizes.k(anew(b), blockIdx.y * GROUP), *dvs = dks + H / GROUP * HEAD;
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
         store_rows(dk[f], scale, scale, dks, sizes.kv_pitch, s0 + m + 16 * f, T);

@@ -98,8 +98,13 @@ __device__ __forceinline__ Normalizer row_normalizer(const Element* row, int V, 
     return own;
 }
 
+// The target's logit: of a target outside the vocabulary no number, and so is its loss.
+__device__ __forceinline__ Sum logit_of(const Element* row, long long target, int V) {
+    return target >= 0 && target < V ? Sum(wide(row[target])) : NOT_A_NUMBER;
+}
+
 __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, long long target, int V) {
-    return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
+    return log(whole.sum) + whole.maximum - logit_of(row, target, V);
 }
 
 // The sum of x - maximum over a row, in every thread of the block.
@@ -117,7 +122,7 @@ __device__ __forceinline__ Sum shifted_sum(const Element* row, int V, bool vecto
 __device__ __forceinline__ Sum smoothed(
     Normalizer whole, const Element* row, long long target, int V, bool vector, Sum smoothing, Sum share, Sum* scratch) {
     const Sum every = share * shifted_sum(row, V, vector, whole.maximum, scratch);
-    return target >= 0 && target < V ? smoothing * (wide(row[target]) - whole.maximum) - every : NOT_A_NUMBER;
+    return smoothing * (logit_of(row, target, V) - whole.maximum) - every;
 }
 
 // Writes the gradient over the row: scale exp(x - maximum) / sum as one power of 2, less scale at the target. scale >= 0

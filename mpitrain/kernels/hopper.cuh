@@ -124,11 +124,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int GROUPS> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
-// The same number. What follows from it is computed again here, instead of being kept in registers from further up.
-__device__ __forceinline__ int anew(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 // The compiler moves nothing that reads or writes these sums across this place.
 template <int N> __device__ __forceinline__ void hold(float (&sums)[N]) {
 #pragma unroll

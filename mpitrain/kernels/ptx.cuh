@@ -12,6 +12,12 @@
 
 #ifndef KERNEL_SIMULATOR
 
+// The same number. What follows from it is computed again here, instead of being kept in registers from further up.
+__device__ __forceinline__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

@@ -113,7 +113,7 @@ def tensor_documents() -> Iterator[Callable]:
         [[2, 3], [5]],
         [[64, 66], [63, 67]],
         [[1] * 40],
-        [[120, 9, 141]],
+        [[120, 9, 141, 10]],  # the last tile has a border too
         [[127, 3]],
         [[100, 300], [300, 100], [129, 271]],  # steps with and without masks in turn
     ):

@@ -58,7 +58,7 @@ def check(
     tile: Any = None,
     splits: int = 1,
     extra: bool = False,
-    gap: int = 3,
+    gap: int | None = None,
     shifted: bool = False,
     activation: str | None = None,
     batch: int = 0,
@@ -67,14 +67,14 @@ def check(
     """One product against NumPy.
 
     ta, tb   the operands are stored transposed
-    extra    uses all that an epilogue can, and columns cut out of wider arrays
-    gap      columns by which they are wider
+    extra    uses all that an epilogue can
+    gap      columns by which the arrays are wider that those are cut out of; None: 3 with `extra`, else 0
     shifted  no array starts at an aligned address
     """
     result, lead = result or dtype, (batch,) if batch else ()
 
     def array(seed: int, rows: int, columns: int, kind: str) -> np.ndarray:
-        wide = columns + gap * extra
+        wide = columns + (3 * extra if gap is None else gap)
         return stored(numbers(seed, *lead, rows, wide), kind, shifted)[..., :columns]
 
     a, b = (
@@ -329,7 +329,8 @@ def hopper() -> Iterator[partial]:
     yield partial(brain, m=264, n=72, k=72, tb=True, tile=pair)
     yield partial(check_hopper, m=136, n=136, k=136, ta=True, tb=True, dtype="float16", tile=small)
     yield partial(
-        brain, m=136, n=127, k=136, tb=True, tile=small, extra=True, gap=9, activation="gelu"
+        brain, m=136, n=127, k=135, tb=True, tile=small, extra=True, gap=9, activation="gelu"
     )
     # What the epilogue reads comes ahead: ragged parts between whole ones, and several tiles in a block.
-    yield partial(brain, m=200, n=184, k=72, tile=small, few=1, activation="gelu backward")
+    ahead = partial(brain, m=200, n=191, k=71, tb=True, tile=small, few=1, gap=9)
+    yield partial(ahead, activation="gelu backward")

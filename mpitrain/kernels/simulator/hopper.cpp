@@ -276,6 +276,8 @@ static bool is_refused(const Layout& layout, unsigned long long bits, const Issu
 
 void fence_products(void**) { products[meeting_warp].fenced = true; }
 
+void change_registers() { products[size_t(running - &fibers[0]) / kWarp].fenced = false; }
+
 void issue_product(void** arrived) {
     WarpProducts& warp = products[meeting_warp];
     const unsigned rank = meeting_warp / warps_of_block();
@@ -291,7 +293,7 @@ void issue_product(void** arrived) {
         if (mine->registers) std::copy_n(mine->registers, 4, issued.held[lane]);
     }
     if (!warp.fenced)
-        return fail_at(nullptr, "registers", "%s:%d: no wgmma_fence since the last wait, in which sums may have been used", product.place.file, product.place.line);
+        return fail_at(nullptr, "registers", "%s:%d: no wgmma_fence since the last wait or hold, in which sums or operands may have changed", product.place.file, product.place.line);
     const Layout a(product.a, product.transposed_a), b(product.b, product.transposed_b);
     const unsigned n = unsigned(product.count) * 2, first_row = meeting_warp % 4 * 16;
     issued.a.rank = rank;

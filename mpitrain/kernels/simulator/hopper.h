@@ -36,6 +36,7 @@ struct WarpgroupProduct {
     Place place;
 };
 void fence_products(void** arrived);
+void change_registers();
 void issue_product(void** arrived);
 void commit_products(void** arrived);
 void reach_wait(void** arrived);
@@ -81,8 +82,8 @@ template <int GROUPS> SIMULATOR_OWN void wgmma_wait(SIMULATOR_HERE) {
     ::simulator::meet(~0u, &::simulator::reach_wait, &place, place);
     ::simulator::wait_for_products(GROUPS, place);
 }
-template <int N> SIMULATOR_OWN void hold(float (&)[N]) {}
-template <int N> SIMULATOR_OWN void hold(unsigned (&)[N][4]) {}
+template <int N> SIMULATOR_OWN void hold(float (&)[N]) { ::simulator::change_registers(); }
+template <int N> SIMULATOR_OWN void hold(unsigned (&)[N][4]) { ::simulator::change_registers(); }
 inline SIMULATOR_OWN int anew(int x) { return x; }
 template <int TA, int TB, int ADDS = 1, int COUNT, class T>
 SIMULATOR_OWN void wgmma(float (&sums)[COUNT], unsigned long long a, unsigned long long b, T, SIMULATOR_HERE) {

@@ -339,6 +339,12 @@ class Simulator:
         return partial(self._launch, path, library, signature, bound, cluster)
 
     def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
+        """Return the map of an array.    raises  KernelError for those that a driver refuses"""
+        if any(place % 16 for place in (array.ctypes.data, *map_pitches(array))):
+            raise KernelError(
+                f"An array of {array.shape} with strides of {array.strides} bytes has rows off multiples of 16 bytes.",
+                "The copy engine takes rows that begin at them: choose a tile of another kernel.",
+            )
         return TensorMap(array, box_rows)
 
     def multiply(

@@ -114,6 +114,19 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     },
     (
         "attention_hopper.cu",
+        ";    // for speed alone: no value depends on who goes first",
+    ): "each product waits for its own operands",
+    (
+        "attention_hopper_backward.cu",
+        "for (int tile = begin * GROUP; tile <= end * GROUP; ++tile) "
+        "put_dq(zeros, h0 + tile % GROUP, tile / GROUP * STEP);",
+    ): "the next tile is cleared, which is then stored without being read, or does not exist",
+    (
+        "attention_tensor_backward.cu",
+        "const int end = min((at0 + OWNED), bounds.end_key(last));    // of the keys that are seen",
+    ): "the keys behind are zeros, which add 0 to dq",
+    (
+        "attention_hopper.cu",
         "last = first + (end - 1 - first) / STEP * STEP;",
     ): "no query's first key is behind the end of the keys, and -1 / STEP is 0",
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,

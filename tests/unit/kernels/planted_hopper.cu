@@ -8,7 +8,8 @@
 
 enum Mistake {
     NONE, OFF_THE_ATOM, NO_SWIZZLE, OTHER_LANES, SUMS_TOO_EARLY, NO_COMMIT, NO_FENCE, LEFT_TOO_EARLY, NOT_AWAITED, ARRIVALS_TOO_FEW,
-    ARRIVALS_TOO_MANY, BYTES_TOO_FEW, BYTES_TOO_MANY, PARITY_KEPT, NO_PROXY_FENCE, NO_SYNC_BEHIND_STORES, NO_SYNC_BEHIND_BARRIERS
+    ARRIVALS_TOO_MANY, BYTES_TOO_FEW, BYTES_TOO_MANY, PARITY_KEPT, NO_PROXY_FENCE, NO_SYNC_BEHIND_STORES, NO_SYNC_BEHIND_BARRIERS,
+    CHANGED_BEHIND_FENCE
 };
 
 constexpr unsigned OPERAND = 64 * ROW_BYTES, STAGE = 2 * OPERAND, ONES = 256;
@@ -50,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(160) one_mistake(
         if (step % 2) parity ^= 1;
         hold(sums), hold(row_sums);
         if (mistake != NO_FENCE) wgmma_fence();
+        if (mistake == CHANGED_BEHIND_FENCE) hold(sums);
         for (int k = 0; k < 64; k += 16) {
             const unsigned long long a = moved(Panels<true, 64, 64>::first(from), 2 * k);
             unsigned long long b = moved(Panels<true, 64, 64>::first(from + OPERAND), 2 * k);
