@@ -1,4 +1,4 @@
-"""Attention by Hopper's warpgroups: who computes what, values beside mma.sync, mistakes that must be noticed, machine code."""
+"""Attention by Hopper's warpgroups: who computes what, values beside mma.sync, mistakes that must be noticed."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,6 @@ from mpitrain.ops.cuda.attention import FORMS, Asked, choose, parts_of
 from tests.cases.hopper import of_few
 from tests.cases.numbers import assert_close, numbers, values
 from tests.cases.packed import Packed
-from tests.unit.kernels.attention_code import Variant, faults_of
 
 HOST = bodies.reference()
 ASKED = Asked(
@@ -202,17 +201,3 @@ def said_of(kernels: Kernels, qkv: np.ndarray, dy: np.ndarray) -> str:
     except AssertionError:
         return "wrong"
     return ""
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant("newest", "attention_hopper", 64, "causal"),
-        Variant("oldest", "attention_hopper", 128, "whole documents"),
-        Variant("newest", "attention_hopper_backward", 64, "whole documents"),
-    ],
-    ids=str,
-)
-def test_the_machine_code_is_that_of_warpgroups(variant):
-    """`python -m tests.unit.kernels.attention_code` compiles all variants."""
-    assert faults_of(variant)[0] == []
