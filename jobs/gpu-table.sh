@@ -9,6 +9,9 @@
 #                                                times in turns with mma.sync, cuBLAS, PyTorch eager and torch.compile. In at most
 #                                                ten minutes
 #
+# Whoever has a GPU for a quarter of an hour runs `hopper`, then `modes`; the table is for another one. Show here first, by cuda-sim,
+# that all three run. `jobs/gpu/predicted.py cuda` prints what is expected, and needs no GPU.
+#
 # DEVICE is cuda, or cuda-sim: that does the same with tiny sizes, to show that it runs; its ratios say nothing.
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;
 # `python3 jobs/gpu/table.py FOLDER/results.jsonl` prints the table again. TILES=FILE takes tiles from a table of `--tune`.

@@ -1,10 +1,10 @@
-"""Part of the GPU job: a training step of GPT-2 124M on paper, so that each measured row has a figure beside it.
+"""A training step of GPT-2 124M on paper, so that each measured row has a figure beside it.
 
 python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
 
 Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate that an H100 had in the run of
-2026-11-28, in 3xTF32 the one that `split_rate` derives from it, and by warpgroups half of what tensor cores can do. All other
-kernels take their bytes at the share of the memory's rate that they had there.
+2026-11-28, in 3xTF32 the one that `split_rate` derives from it, and by warpgroups the one that `by_warpgroups` derives from their
+instructions. All other kernels take their bytes at the share of the memory's rate that they had there.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from workload import HOPPER_WAYS, VOCABULARY, WAYS, stored, table
 
 from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.tiles import DEFAULT, HopperTile, MeasuredTiles, Tiling, cost
+from tests.unit.kernels.machine_code import ATTENTIONS
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
@@ -54,8 +55,24 @@ def split_rate(rate: float, products: float) -> float:
 DIAGONAL = 1.125
 """Tiles of 128 queries, also those that a causal mask cuts, of the half of 1024 x 1024 scores that counts."""
 SPLIT = split_rate(BFLOAT16[0], DIAGONAL), split_rate(BFLOAT16[1], 7 / 5 * DIAGONAL)
-WARPGROUPS = (0.5 * 720e12 / DIAGONAL,) * 2
-"""By warpgroups: half of 720 TFLOP/s, since exponentials and masks leave tensor cores idle. Never measured."""
+
+
+def by_warpgroups(kernel: str, products: int) -> float:
+    """Operations a second of attention by warpgroups, from the instructions of its main loop.
+
+    The loop is for 128 queries, 128 keys and 64 channels. Tensor cores make 4,096 operations a cycle. A scheduler has two warps,
+    and issues an instruction of one of them a cycle; 16 exponentials take a cycle of a multiprocessor. The products come after
+    all else, as if the two never overlapped; nobody waits for memory or for a barrier.
+
+    products  5 in the backward, 2 forward
+    """
+    operations = products * 2 * 128 * 128 * 64
+    issued = 2 * ATTENTIONS[kernel, 64][1]
+    cycles = operations / 4096 + max(issued, 128 * 128 / 16)
+    return operations * 132 * 1.755e9 / cycles / DIAGONAL
+
+
+WARPGROUPS = by_warpgroups("attention_hopper", 2), by_warpgroups("attention_hopper_backward", 5)
 ATTENTION = {"float32": FLOAT32, "3xtf32": SPLIT} | dict.fromkeys(HOPPER_WAYS, BFLOAT16)
 ATTENTION["wgmma"] = WARPGROUPS
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
