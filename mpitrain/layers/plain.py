@@ -111,14 +111,14 @@ class Linear:
         # A sum over the ranks comes before the activation, which is an operation of its own then.
         self.activation = None if is_row else activation
         self._after = activation if is_row else None
-        self._is_divided_head = is_column and role == "head"
+        self._is_column_head = is_column and role == "head"
         self._takes_residual = not (is_column or self.activation)
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[self.activation]
-        if self._is_divided_head:
+        if self._is_column_head:
             self.product = ops.logits
         self._activate, self._activate_backward = {
             None: (None, None),
@@ -154,7 +154,7 @@ class Linear:
         """Return the shape of the output for an input of this shape."""
         if self.split == "outputs":
             entered = *self.rows.entered(shape)[:-1], self.outputs
-            return self.rows.as_sequences(entered) if self._is_divided_head else entered
+            return self.rows.as_sequences(entered) if self._is_column_head else entered
         own = *shape[:-1], self.outputs
         return self.rows.left(own) if self.split == "inputs" else own
 
@@ -189,7 +189,7 @@ class Linear:
             y, saved = self._multiply(w, flat_rows(whole), now, w.get("bias"), arena, None, more)
             y = y.reshape(*whole.shape[:-1], self.outputs)
             if self.split:
-                y = self.rows.sequences(y) if self._is_divided_head else y
+                y = self.rows.sequences(y) if self._is_column_head else y
                 saved = self.rows.kept(saved, x, now)
         if self._activate is None:
             return y, saved
@@ -226,7 +226,7 @@ class Linear:
             return self.low_rank.activated(w, x, now, bias, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, now, bias, arena, out, residual)
-        if self.activation or self._is_divided_head:  # These have no sum and no residual.
+        if self.activation or self._is_column_head:  # These have no sum and no residual.
             return self.product(x, w["weight"], bias, arena)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 

@@ -87,9 +87,11 @@ class WorkQueue:
         self._outstanding -= 1
         step = report.ticket // self._workers
         self._ended[worker] = step + 1
-        self._reports.setdefault(step, []).append(report)
+        reports = self._reports.setdefault(step, [])
+        reports.append(report)
         self._stops |= report.stop
-        if report.stop or (report.counted and not report.updated):
+        is_empty = len(reports) == self._workers and not any(each.counted for each in reports)
+        if report.stop or is_empty or (report.counted and not report.updated):
             self.withhold()
 
     def stop(self) -> None:
@@ -117,7 +119,6 @@ class WorkQueue:
         while len(reports := self._reports.get(self._first_open, ())) == self._workers:
             outcome = _of_step(sorted(reports), self._leads[self._first_open])
             if not outcome.updated and not self.is_pause:
-                self.withhold()
                 break
             del self._reports[self._first_open], self._leads[self._first_open]
             self._first_open += 1

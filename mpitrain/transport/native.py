@@ -125,8 +125,8 @@ def start_native_all_to_all(
         (target, _, _), _ = host.message(incoming)
         with host.job.lock, host.guard("MPI_Ialltoallv"):
             started = host.comm.Ialltoallv([source, sent, unit], [target, received, unit])
-        # Each rank awaits all others.
-        request = SendRequest(host, started, "native all-to-all")
+        # A rank with nothing to send or to receive may end before the others.
+        request = SendRequest(host, started, "native all-to-all", -1)
     request.note = note
     return request
 

@@ -404,24 +404,30 @@ class Sum(Meeting):
 class Exchange(Meeting):
     """An all-to-all of unequal counts that stands for the MPI library's own.
 
+    The parts are copied as late as permitted: a change to `outgoing` after the start corrupts the
+    result, and `incoming` has 0xFF bytes until the end.
+
     outgoing, sent  the elements for each rank, in the order of ranks, and their numbers
-    incoming        receives the parts for this rank as late as permitted
     """
 
     def __init__(
         self, transport: Any, outgoing: np.ndarray, sent: Sequence[int], incoming: np.ndarray
     ):
+        self.parts = np.split(outgoing, np.cumsum(sent)[:-1])
         self.incoming: np.ndarray | None = incoming
-        parts = np.split(outgoing, np.cumsum(sent)[:-1])
-        super().__init__(transport, "native all-to-all", [part.copy() for part in parts])
+        incoming.view(np.uint8).fill(0xFF)
+        super().__init__(transport, "native all-to-all", self.parts)
 
     def complete(self) -> None:
         if self.incoming is None:
             return
-        own, ranks = self.transport.rank, range(self.transport.size)
-        self.incoming[...] = np.concatenate([self.everyone[rank][own] for rank in ranks])
-        # The request may outlive the call, but the reference to the array must not.
-        self.incoming = None
+        everyone, own = self.everyone, self.transport.rank
+        if everyone[own] is self.parts:  # This rank is the first to complete.
+            for rank, parts in everyone.items():
+                everyone[rank] = [part.copy() for part in parts]
+        np.concatenate([everyone[rank][own] for rank in sorted(everyone)], out=self.incoming)
+        # The request may outlive the call, but the references to the arrays must not.
+        self.incoming, self.parts = None, []
 
 
 class ThreadTransport(Transport):

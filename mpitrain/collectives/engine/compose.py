@@ -39,7 +39,7 @@ class Chain(Reduction):
 
 
 class Lanes:
-    """The request that several chains end, of which at most `width` are in flight at once."""
+    """A request that is complete once all chains have ended; at most `width` of them are in flight at once."""
 
     source = -1
 

@@ -103,7 +103,11 @@ class GroupShape(NamedTuple):
 def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
 ) -> LayerFactory:
-    """Return the layer factory of a tensor-parallel group.    context, settings: as of `ContextParallel`"""
+    """Return the layer factory of a tensor-parallel group.
+
+    context   the group of the ranks that divide the tokens of each row; None: no ranks do
+    settings  keys, memory and seed, as of `Plain`
+    """
     rows = ALL_ROWS
     if group.size > 1:
         tokens = settings.get("keys", NO_KEYS).context // layout.cp
@@ -122,7 +126,7 @@ def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
     """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
     Without a group, its layers list their parameters and shapes, but cannot compute.
-    settings  as of `ContextParallel`
+    settings  as of `layers_for`
     """
     shape = cast(Group, GroupShape(layout.tp - 1, layout.tp))
     return layers_for(ops, shape, layout, **settings)
