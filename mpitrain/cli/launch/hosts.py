@@ -170,7 +170,10 @@ def _lsf_slots(environ: Mapping[str, str]) -> dict[str, int]:
             f"LSB_MCPU_HOSTS is a list such as a 4 b 4, but it is {' '.join(words)!r}.",
             "Unset LSB_MCPU_HOSTS, or start launch inside the job.",
         )
-    return dict(zip(words[::2], map(int, slots), strict=True))
+    found = Counter[str]()
+    for host, number in zip(words[::2], slots, strict=True):
+        found[host] += int(number)  # A host may stand there twice.
+    return found
 
 
 class BatchSystem(NamedTuple):

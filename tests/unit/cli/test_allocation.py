@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "2"}, ("Slurm", 6, 2)),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}, ("Slurm", 3, 3)),
         ({"LSB_MCPU_HOSTS": "a 4 b 3"}, ("LSF", 7, 2)),
+        ({"LSB_MCPU_HOSTS": "a 4 a 2 b 2"}, ("LSF", 8, 2)),
     ],
 )
 def test_a_batch_system_grants_ranks_and_hosts(environ, wanted):
@@ -83,7 +84,7 @@ def test_batch_systems_name_their_hosts_with_the_slots_of_each(tmp_path):
     (tmp_path / "nodes").write_text("a\na\n\nb\n")
     assert slots({}) == {}
     assert slots({"PBS_NODEFILE": str(tmp_path / "nodes")}) == {"a": 2, "b": 1}
-    assert slots({"LSB_MCPU_HOSTS": "a 4 b 3"}) == {"a": 4, "b": 3}
+    assert slots({"LSB_MCPU_HOSTS": "a 4 a 2 b 2"}) == {"a": 6, "b": 2}
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2],m"}
     assert slots(slurm) == {"n1": 0, "n2": 0, "m": 0}
     assert slots({**slurm, "SLURM_TASKS_PER_NODE": "4(x2),3"}) == {"n1": 4, "n2": 4, "m": 3}
