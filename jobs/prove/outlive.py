@@ -550,12 +550,13 @@ def cost(turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in (("jobs", 76), ("seed", 0), ("load", 0), ("minutes", 20), ("turns", 0)):
+    for name, usual in (("jobs", 0), ("seed", 0), ("load", 0), ("minutes", 20), ("turns", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--spares", action="store_true")
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--way", choices=[way for way, _ in WAYS])
     asked = parser.parse_args()
+    asked.jobs = asked.jobs or (len(MODES) * len(WAYS) if asked.spares else 76)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader of the lines may have enough.
     if asked.spares:
         ways = [way for way in WAYS if asked.way in (None, way[0])]
