@@ -112,7 +112,6 @@ def test_a_type_checker_takes_a_users_program_and_finds_its_mistakes(tmp_path, m
     assert "mpitrain = py.typed" in (ROOT / "setup.cfg").read_text()
     api = pytest.importorskip("mypy.api")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MYPYPATH", str(ROOT))
     wrong = PROGRAM.replace('"ring"', "3").replace("steps + 1", 'steps + "1"')
     Path("own.py").write_text(PROGRAM)
     Path("wrong.py").write_text(wrong)
