@@ -10,7 +10,7 @@
 #                                                ten minutes
 #
 # Whoever has a GPU for a quarter of an hour runs `hopper`, then `modes`; the table is for another one. Show here first, by cuda-sim,
-# that all three run. `jobs/gpu/predicted.py cuda` prints what is expected, and needs no GPU.
+# that all three run. `python3 jobs/gpu/predicted.py cuda` prints what is expected, and needs no GPU.
 #
 # DEVICE is cuda, or cuda-sim: that does the same with tiny sizes, to show that it runs; its ratios say nothing.
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;

@@ -18,8 +18,8 @@ from table import emit
 from workload import HOPPER_WAYS, VOCABULARY, WAYS, stored, table
 
 from mpitrain.kernels.loader import H100
+from mpitrain.ops.cuda.attention import HOPPER_LOOPS
 from mpitrain.ops.cuda.tiles import DEFAULT, HopperTile, MeasuredTiles, Tiling, cost
-from tests.unit.kernels.machine_code import ATTENTIONS
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
@@ -67,7 +67,7 @@ def by_warpgroups(kernel: str, products: int) -> float:
     products  5 in the backward, 2 forward
     """
     operations = products * 2 * 128 * 128 * 64
-    issued = 2 * ATTENTIONS[kernel, 64][1]
+    issued = 2 * HOPPER_LOOPS[kernel, 64][1]
     cycles = operations / 4096 + max(issued, 128 * 128 / 16)
     return operations * 132 * 1.755e9 / cycles / DIAGONAL
 

@@ -12,51 +12,24 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 export OMPI_MCA_osc=^ucx OMPI_MCA_mpi_yield_when_idle=1 OPENBLAS_NUM_THREADS=1
+export PYTHONPATH="$PWD/jobs/prove${PYTHONPATH:+:$PYTHONPATH}"
 cat > "$folder/rate.py" <<'PY'
 """Median seconds of a step on the slowest stage, of sleeping units: of each schedule over that of a stage alone."""
 import json, sys, time
 from statistics import fmean, median
 
 import numpy as np
+from sleeping import configured, sleeper
 
 from mpitrain.cli.session import mpi_session
-from mpitrain.config import parse
-from mpitrain.layers.base import Parameter, Unit
-from mpitrain.layers.initial import normal
-from mpitrain.run.trainer import Trainer
 
 UNITS, SECONDS, M, WARM, STEPS = 2, float(sys.argv[2]) / 1e3, 8, 2, 5    # units of a stage
 
 
-class Sleeping:
-    output_is_free = True
-
-    def parameters(self):
-        return [Parameter("weight", (1000,), normal(0.02), decayed=False)]
-
-    def output_shape(self, shape):
-        return shape
-
-    def forward(self, w, x, arena):
-        time.sleep(SECONDS)
-        y = arena.take(x.shape, x.dtype)
-        y[...] = x
-        return y, None
-
-    def backward_input(self, w, dy, saved, arena):
-        time.sleep(SECONDS)
-        return dy, None
-
-    def backward_weight(self, pending, dw, arena):
-        time.sleep(SECONDS)
-        dw["weight"].claim()
-        dw["weight"].array.fill(1e-3)
-
-
 def seconds(transport, schedule, stages, units):
-    config = parse({"run": {"steps": 1000}, "batch": {"size": M, "micro_batches": M}, "layout": {"pp": stages},
-                    "pipeline": {"schedule": schedule}, "checkpoint": {"every": 0}, "device": {"kind": "cpu"}})
-    trainer = Trainer(transport, [Unit(f"sleeping.{i}", Sleeping()) for i in range(units)], config)
+    config = configured("run.steps=1000", f"batch.size={M}", f"batch.micro_batches={M}", f"layout.pp={stages}",
+                        f"pipeline.schedule={schedule}", "checkpoint.every=0")
+    trainer, _ = sleeper(transport, config, units, ((SECONDS, 0.0),) * 3, 2)
     inputs, targets = np.zeros((M, 2), np.float32), np.zeros(M, np.int64)
     times = []
     for step in range(WARM + STEPS):

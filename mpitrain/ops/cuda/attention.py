@@ -248,6 +248,16 @@ HOPPER_QUERIES = {
 }  # STEP of attention_hopper_backward.cu, by the channels of a head
 HOPPER_PARTS = 4
 """The most arrays of sums that dq is made of."""
+HOPPER_LOOPS = {
+    ("attention_hopper", 64): (12, 440),
+    ("attention_hopper", 128): (16, 500),
+    ("attention_hopper_backward", 64): (36, 1180),
+    ("attention_hopper_backward", 128): (32, 900),
+}
+"""(kernel, channels of a head) -> of its main loop the products, of 64 rows in a depth of 16, and the most instructions.
+
+A test compiles the kernels and counts; on paper this is their time.
+"""
 
 
 def _hopper(

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from mpitrain.kernels.source import package_sources
+from mpitrain.ops.cuda.attention import HOPPER_LOOPS
 from mpitrain.ops.cuda.tiles import HOPPER_TILES
 from tests.unit.kernels.nvrtc import NEWEST, OLDEST, Compiler, usages
 from tests.unit.kernels.sass import count, instructions, loops
@@ -38,7 +39,10 @@ STORED = {
     "TN": {"TRANSPOSED_A": 1, "TRANSPOSED_B": 0},
 }
 MOST = {1: 100, 2: 160}
-"""Most instructions of the main loop of a product, by its products of 64 rows in a depth of 16, of 64 to 96 cycles each."""
+"""Most instructions of each main loop of a product, by the times that a warpgroup has 64 rows.
+
+For each there are four products in a depth of 16, of 64 to 96 cycles, and four more in the loop of blocks that sum rows, too.
+"""
 
 SEEN: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -54,13 +58,6 @@ SEEN |= {
     f"soft-cap, {form}": SEEN["soft-cap"] | SEEN[form]
     for form in ("window", "whole documents", "a part's window and documents")
 }
-ATTENTIONS = {
-    ("attention_hopper", 64): (12, 440),
-    ("attention_hopper", 128): (16, 500),
-    ("attention_hopper_backward", 64): (36, 1180),
-    ("attention_hopper_backward", 128): (32, 900),
-}
-"""(kernel, channels of a head) -> the products of the main loop, of 64 rows in a depth of 16, and most instructions."""
 CAPPED = {"attention_hopper": 6 * 64, "attention_hopper_backward": 12 * 64}
 """More instructions of the main loop with a soft-cap: for each score a power and a division, in the backward also a slope."""
 BOUNDED = 1100
@@ -70,17 +67,15 @@ BOUNDED = 1100
 class Job(NamedTuple):
     """A kernel to be compiled one way.
 
-    name      the version of NVRTC, the kernel, and the way
-    products  of a warpgroup, of 64 rows in a depth of 16, in its main loop; 0: it has none
-    most      instructions of that loop
+    name   the version of NVRTC, the kernel, and the way
+    loops  of each main loop the products of a warpgroup, of 64 rows in a depth of 16 -> the most instructions
     """
 
     name: str
     version: str
     kernel: str
     macros: dict[str, Any]
-    products: int
-    most: int
+    loops: dict[int, int]
 
     def __str__(self) -> str:
         return self.name
@@ -103,12 +98,14 @@ def products_in(version: str) -> Iterator[Job]:
                     name = f"{version} gemm_hopper {dims} {form} {element} {each}"
                     macros = {"Element": element, "Result": element, "Sum": "float"}
                     macros |= tile._asdict() | stored | ASKED[each]
-                    yield Job(name, version, "gemm_hopper", macros, 4 * halves, MOST[halves])
+                    products = (4 * halves, 8 * halves)[: 1 + macros["ROW_SUMS"]]
+                    most = dict.fromkeys(products, MOST[halves])
+                    yield Job(name, version, "gemm_hopper", macros, most)
 
 
 def attentions_in(version: str) -> Iterator[Job]:
     """Every head and form; float16 once."""
-    for (kernel, head), (products, most) in ATTENTIONS.items():
+    for (kernel, head), (products, most) in HOPPER_LOOPS.items():
         for form, seen in SEEN.items():
             elements = ["__nv_bfloat16"]
             if head == 64 and form == "causal":
@@ -119,7 +116,7 @@ def attentions_in(version: str) -> Iterator[Job]:
                     more += BOUNDED * len({"DOCUMENTS", "WINDOW", "GENERAL"} & {*seen})
                 name = f"{version} {kernel} {head} {element} {form}"
                 macros = {"Element": element, "Sum": "float", "HEAD": head} | seen
-                yield Job(name, version, kernel, macros, products, most + more)
+                yield Job(name, version, kernel, macros, {products: most + more})
 
 
 def split_attentions() -> Iterator[Job]:
@@ -127,7 +124,7 @@ def split_attentions() -> Iterator[Job]:
     for kernel in ("attention_tensor", "attention_tensor_backward"):
         for form, seen in SEEN.items():
             macros = {"Element": "float", "Sum": "float", "HEAD": 128, "STEP": 16, "CHUNKED": 1}
-            yield Job(f"newest {kernel} 128 float {form}", "newest", kernel, macros | seen, 0, 0)
+            yield Job(f"newest {kernel} 128 float {form}", "newest", kernel, macros | seen, {})
 
 
 def jobs(*words: str) -> list[Job]:
@@ -143,25 +140,28 @@ def faults_of(job: Job) -> tuple[list[str], str]:
     done = Compiler(VERSIONS[job.version]).compile(
         package_sources()[job.kernel], "sm_90a", job.macros
     )
-    if not job.products:
+    if not job.loops:
         kernels = usages(done.log)
         spilled = [f"{name} spills" for name, used in kernels.items() if used.spilled]
         return spilled, ", ".join(f"{used.registers} registers" for used in kernels.values())
     used, code = usages(done.log)[job.kernel], instructions(done.code, job.kernel)
     bodies = [[code[i] for i in loop if not code[i].endswith(":")] for loop in loops(code)]
-    main = min((x for x in bodies if count(x, "HGMMA") == job.products), key=len, default=[])
+    found = {
+        products: min((len(x) for x in bodies if count(x, "HGMMA") == products), default=0)
+        for products in job.loops
+    }
+    said = {each: f"{length} instructions for {each} HGMMA" for each, length in found.items()}
     faults = [
-        *([] if main else [f"no loop with {job.products} HGMMA"]),
+        *(said[each] for each, most in job.loops.items() if not 0 < found[each] <= most),
         *(["HMMA or LDSM"] if count(code, "HMMA|LDSM") else []),
-        *(["local memory in the main loop"] if count(main, "LDL|STL") else []),
+        *(["local memory"] if count(code, "LDL|STL") else []),
         *([f"{used.spilled} bytes spilled"] if used.spilled else []),
         *([f"{used.registers} registers"] if used.registers != REGISTERS else []),
-        *([f"{len(main)} instructions in the main loop"] if len(main) > job.most else []),
         *(["USETMAXREG"] if count(code, "USETMAXREG") != 2 else []),
         *re.findall(r"C75\d\d[^\n]{,80}|[^\n]{,20}setmaxnreg[^\n]{,40}", done.log),
     ]
     registers = f"{used.registers} registers, {used.spilled} bytes spilled"
-    return faults, f"{registers}, {len(main)} instructions for {count(main, 'HGMMA')} HGMMA"
+    return faults, f"{registers}, {' and '.join(said.values())}"
 
 
 def main(words: list[str]) -> int:
