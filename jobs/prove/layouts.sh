@@ -19,7 +19,8 @@ from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import goes_in_passes
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.parallel.test_tensor import check_equal, configured, curve
+from tests.ranks.parallel.test_tensor import curve
+from tests.training import assert_alike, configured
 
 ROWS, STEPS = 17, 5    # ragged, whatever they are divided by
 BASE = [f"batch.size={ROWS}", "optimizer.warmup=0", "optimizer.lr=0.01", "optimizer.clip=0.5", f"run.steps={STEPS}",
@@ -36,7 +37,7 @@ layouts = [Axes(tp, dp, n // dp // tp) for n in RANKS for dp in range(1, n + 1) 
 
 @cache
 def alone(model, rule):
-    return run_ranks(1, curve, configured(*MODELS[model], rule), STEPS)
+    return run_ranks(1, curve, configured(*MODELS[model], rule), STEPS)[0]
 
 
 runs = {}
@@ -52,7 +53,7 @@ runs = {line: run for line, run in runs.items() if run[0] in ranks and run[1] in
 known = {*file.read_text().splitlines()} & runs.keys() if file.is_file() else set()
 for line, (n, _, model, rule, settings) in runs.items():
     if line not in known and time.monotonic() < end:
-        check_equal(alone(model, rule), run_ranks(n, curve, configured(*MODELS[model], *settings), STEPS))
+        assert_alike(alone(model, rule), run_ranks(n, curve, configured(*MODELS[model], *settings), STEPS), line)
         known.add(line)
         with file.open("a") as written:
             written.write(line + "\n")
