@@ -64,8 +64,8 @@ def command(
 ) -> None:
     """Write the newest checkpoint of RUN_DIR as a folder that other programs load.
 
-    gpt2: a folder for transformers, with AutoModelForCausalLM and AutoTokenizer. peft: the adapters
-    of a LoRA run, for peft. One process exports a checkpoint of any layout, and no MPI is started.
+    gpt2, llama, phi3, bert: a folder for transformers. peft: the adapters of a LoRA run, for peft.
+    One process exports a checkpoint of any layout, and no MPI is started.
     """
     from mpitrain.run.export import export
 

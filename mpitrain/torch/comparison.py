@@ -75,9 +75,8 @@ class Notices:
             transport.members,
         )
         self._writing, self._written = threading.Lock(), (-2, False, 0)
-        self.refusal: tuple[
-            Any, ...
-        ] = ()  # the last one of another rank that was read, and its rank
+        # The last refusal of another rank that was read, and its rank.
+        self.refusal: tuple[Any, ...] = ()
         self._refused = -1, 0  # the last call before a refused one, and how often that was refused
 
     def write(self, call: Call, failure: str = "", refused: int = 0) -> None:

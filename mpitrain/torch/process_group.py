@@ -111,7 +111,7 @@ OPEN = WeakSet["ProcessGroup"]()
 
 @atexit.register
 def _end_calls() -> None:
-    """Let the calls and messages in flight fail, whose threads the exit waits for; all ranks have left, or the job ends."""
+    """End the calls and messages in flight with an error, so that their threads end: no rank will answer them any more."""
     if WITHIN and OPEN:
         for group in [*OPEN]:
             group.abort()

@@ -61,15 +61,11 @@ def _limit(code: int) -> None:
     """Let this process end within LINGER seconds: the other ranks wait until then."""
 
     def leave() -> None:
-        own = [
-            t.name
-            for t in threading.enumerate()
-            if t is not threading.main_thread() and not t.daemon
-        ]
+        others = {*threading.enumerate()} - {threading.main_thread()}
+        own = sorted(thread.name for thread in others if not thread.daemon)
         what = f"thread {', '.join(own)}" if own else "what it does at its exit"
-        say(
-            f"rank {process.launched().rank}: has failed, but {what} did not end within {LINGER:g} s; it is ended now"
-        )
+        rank = process.launched().rank
+        say(f"rank {rank}: has failed, but {what} did not end within {LINGER:g} s; it is ended now")
         os._exit(code)
 
     timer = threading.Timer(LINGER, leave)

@@ -163,10 +163,19 @@ def test_relays_send_one_message_to_each_other_host():
 
     algorithm = "pairwise"
     assert run_ranks(8, messages, hosts=hosts) == [(7, 7 * 24)] * 8
-    algorithm = (
-        "hierarchical"  # 3 to its host, 1 to a relay with 4 rows, 3 of 4 such rows that it relays
-    )
+    # 3 to its host, 1 to a relay with 4 rows, 3 of 4 such rows that it relays.
+    algorithm = "hierarchical"
     assert run_ranks(8, messages, hosts=hosts) == [(3 + 1 + 3, (3 + 4 + 3) * 24)] * 8
+
+
+def test_rows_go_by_one_call_of_mpi_on_one_host_alone():
+    def chosen(transport):
+        rows = np.ones((4 * transport.size, 3))
+        routes = Group(transport).routes(np.full((transport.size, 1), 4))
+        return routes.bind(rows, np.empty_like(rows)).algorithm
+
+    for algorithm, hosts in ("native", "aa"), ("pairwise", "ab"), ("hierarchical", "aabb"):
+        assert run_ranks(len(hosts), chosen, hosts=[*hosts]) == [algorithm] * len(hosts)
 
 
 def test_between_hosts_no_message_is_longer_than_the_limit():

@@ -400,14 +400,10 @@ def run(
         ended = f"the program ended on {words.left} of {leave} ranks"
         say(screen, f"the launcher returned 0, but {ended}: {words.loss}")
         return 1
-    if (
-        code != STOPPED
-        and not (is_ours or killed or passed or words.failure.report)
-        and words.failure.exited
-    ):
-        say(
-            screen, words.failure.exited
-        )  # What the program has said on standard error may be no reason.
+    # What the program has said on standard error may be no reason.
+    is_explained = is_ours or killed or passed or words.failure.report
+    if code != STOPPED and words.failure.exited and not is_explained:
+        say(screen, words.failure.exited)
     lost = passages[0].lost
     if lost and lost.errno != errno.EPIPE:
         say(screen, f"standard output takes no more, and the result is lost: {lost.strerror}")
