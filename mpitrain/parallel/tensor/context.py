@@ -21,8 +21,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from mpitrain.collectives.activations import ActivationBuffer
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights, WholeRows
 from mpitrain.layers.plain import Attention

@@ -39,9 +39,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.layers.base import Now, WholeRows, flat_rows
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena

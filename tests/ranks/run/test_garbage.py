@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mpitrain.collectives.activations import BoundBuffer
+from mpitrain.collectives.group import BoundBuffer
 from mpitrain.machine.arena import Lease
 from mpitrain.run.loop import Run
 from tests.runs import go

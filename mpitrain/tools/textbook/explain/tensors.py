@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpitrain.collectives.activations import ActivationBuffer
-from mpitrain.collectives.group import Group
+from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.config import Layout
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import READING
