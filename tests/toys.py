@@ -14,8 +14,14 @@ from mpitrain.optim import RULES
 from mpitrain.optim.rule import ElementWise, Rule
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.instructions import BackwardInput, BackwardWeight, Forward
-from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
+from mpitrain.pipeline.schedules import (
+    SCHEDULES,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    looped,
+    of_chunks,
+)
 
 
 def backwards(rank, n, count):

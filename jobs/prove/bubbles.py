@@ -17,7 +17,7 @@ import numpy as np
 from sleeping import configured, sleeper, started
 
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
+from mpitrain.pipeline.schedules import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.tools.plan.stages import MessageTime, slowest, way
 from mpitrain.transport.base import Transport

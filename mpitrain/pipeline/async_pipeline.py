@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 from mpitrain.layers.base import Now
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.pipeline import Pipeline, Shape, Stage, execute, shape_in
+from mpitrain.pipeline.schedules import (
+    STREAMS,
     Backward,
     BackwardInput,
     Forward,
     Instruction,
     Receive,
     Skip,
+    plan_of,
     training_program,
 )
-from mpitrain.pipeline.pipeline import Pipeline, Shape, Stage, execute, shape_in
-from mpitrain.pipeline.schedules import STREAMS, plan_of
 
 
 class Pieces(NamedTuple):

@@ -11,23 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Now, Unit, are_units, forward_only, freeze, parameters_of
+from mpitrain.layers.base import Now, Unit, forward_only, parameters_of
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
-from mpitrain.models.table import adapted
-from mpitrain.parallel.tensor.layer_factory import LayerFactory
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""
 REPEATS, MOST, AGREE = 3, 6, 1.1
 """Measured passes of each unit, at most so many while the two fastest differ by more than this ratio."""
-Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
-"""A model, or a function of a layer factory that returns one."""
-NO_LORA = Lora()
 
 
 class UnitTime(NamedTuple):
@@ -38,65 +31,6 @@ class UnitTime(NamedTuple):
 
     seconds: float
     is_doubtful: bool
-
-
-class Chunks(NamedTuple):
-    """A model that is cut for a pipeline.
-
-    model   all units, in order
-    chunks  the units of each chunk
-    tied    {full name of a tied tensor: its stages}, for tensors on several stages
-    """
-
-    model: list[Unit]
-    chunks: list[list[Unit]]
-    tied: dict[str, list[int]]
-
-    def of_stage(self, stage_of: Sequence[int], stage: int) -> tuple[list[Unit], list[range]]:
-        """Return the units of a stage, and the units of each of its chunks, numbered as in this list;
-        no chunks if the model is not cut.
-        """
-        own = [self.chunks[chunk] for chunk, at in enumerate(stage_of) if at == stage]
-        firsts = [0, *accumulate(map(len, own))] if len(self.chunks) > 1 else []
-        return [unit for chunk in own for unit in chunk], [
-            range(first, end) for first, end in pairwise(firsts)
-        ]
-
-    def first(self, units: Sequence[Unit]) -> int:
-        """Return how many of a stage's units, the first ones, are frozen and run no backward."""
-        before = {unit.name for unit in self.model[: forward_only(self.model)]}
-        return sum(unit.name in before for unit in units)
-
-
-def cut_in_chunks(
-    units: Units,
-    layers: LayerFactory,
-    stage_of: Sequence[int],
-    partition: str,
-    frozen: Sequence[str] = (),
-    lora: Lora = NO_LORA,
-) -> Chunks:
-    """Make the units with a rank's layer factory, and cut them into chunks.
-
-    stage_of   the stage of each chunk
-    partition  as pipeline.partition, but not "time"
-    frozen     as model.freeze
-    lora       the section [lora]
-    raises     ConfigError if these are no units, or do not fit the partition
-    """
-    made = units(layers) if callable(units) else units
-    if not are_units(made):
-        raise ConfigError(
-            f"A model is a list of units, at least one, but this is {made!r:.60}.",
-            "Pass the units, or a function that returns them.",
-        )
-    model = freeze(adapted(made, lora, layers), frozen)
-    chunks, tied = [model], dict[str, list[int]]()
-    if len(stage_of) > 1 or partition:
-        chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
-    if size := layers.memory.segment:
-        chunks = with_recomputation(chunks, size)
-    return Chunks(model, chunks, tied)
 
 
 def balanced(

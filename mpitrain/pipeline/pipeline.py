@@ -1,20 +1,20 @@
 """The pipeline of one rank: the passes of a step over the model.
 
-`Stage` computes a chunk of the model. `Channel` carries messages between stages. `execute` runs the
+`Chunks` is the model, cut. `Stage` computes a chunk. `Channel` carries messages between stages. `execute` runs the
 instructions of a rank, and knows no schedule. `Pipeline` has the programs to train and to infer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Now, Places, Unit, backward, forward_only
 from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedules import (
     ACTIVATION,
     GRADIENT,
     Backward,
@@ -44,6 +44,34 @@ from mpitrain.trace.recorder import (
 from mpitrain.transport.base import Request, Transport
 
 Shape = tuple[int, ...]
+
+
+class Chunks(NamedTuple):
+    """A model that is cut for a pipeline.
+
+    model   all units, in order
+    chunks  the units of each chunk
+    tied    {full name of a tied tensor: its stages}, for tensors on several stages
+    """
+
+    model: list[Unit]
+    chunks: list[list[Unit]]
+    tied: dict[str, list[int]]
+
+    def of_stage(self, stage_of: Sequence[int], stage: int) -> tuple[list[Unit], list[range]]:
+        """Return the units of a stage, and the units of each of its chunks, numbered as in this list;
+        no chunks if the model is not cut.
+        """
+        own = [self.chunks[chunk] for chunk, at in enumerate(stage_of) if at == stage]
+        firsts = [0, *accumulate(map(len, own))] if len(self.chunks) > 1 else []
+        return [unit for chunk in own for unit in chunk], [
+            range(first, end) for first, end in pairwise(firsts)
+        ]
+
+    def first(self, units: Sequence[Unit]) -> int:
+        """Return how many of a stage's units, the first ones, are frozen and run no backward."""
+        before = {unit.name for unit in self.model[: forward_only(self.model)]}
+        return sum(unit.name in before for unit in units)
 
 
 class Stage:

@@ -20,16 +20,19 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading_of, text_of, write_whole
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedules import (
+    KINDS,
+    NAMED,
     Backward,
     BackwardInput,
     BackwardWeight,
     Compute,
     Forward,
     Plan,
+    plan_of,
+    table_of,
     with_messages,
 )
-from mpitrain.pipeline.schedules import KINDS, NAMED, plan_of, table_of
 from mpitrain.pipeline.simulate import Cost, simulate
 
 LETTERS = {kind: letters for letters, kind in KINDS.items()}

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from mpitrain.errors import Sentence
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedules import (
     Backward,
     BackwardInput,
     BackwardWeight,

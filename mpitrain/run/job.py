@@ -21,12 +21,13 @@ from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, beside, source_kind
 from mpitrain.data.templates import with_day
 from mpitrain.errors import ConfigError, brief, say
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Unit, are_units, freeze
 from mpitrain.layers.plain import Plain
+from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.compiling import NO_COMPILER
 from mpitrain.machine.process import Gpu, gpu_identities
-from mpitrain.models.table import MODELS, units_of
+from mpitrain.models.table import MODELS, adapted, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import check_groups, with_defaults
@@ -34,9 +35,9 @@ from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_units, described
-from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.partition import TIME, Chunks, Units, cut_in_chunks
-from mpitrain.pipeline.schedules import NAMED, plan_of, table_of
+from mpitrain.pipeline.partition import TIME, assign_units, cut
+from mpitrain.pipeline.pipeline import Chunks
+from mpitrain.pipeline.schedules import NAMED, Plan, plan_of, table_of
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import check
 from mpitrain.run.rules import (
@@ -51,6 +52,9 @@ from mpitrain.run.rules import (
 )
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
+
+Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
+"""A model, or a function of a layer factory that returns one."""
 
 
 class StepCounts(NamedTuple):
@@ -156,21 +160,29 @@ class Job:
         return self.checked(layers, self.cut(layers))
 
     def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
-        """Return the model, cut for the pipeline.
+        """Make the model with a rank's layer factory, and cut it for the pipeline.
 
-        units  of a caller's model; None: the units of this job, in balance before they are timed
+        units   of a caller's model; None: the units of this job, in balance before they are timed
+        raises  ConfigError if these are no units, or do not fit the partition
         """
-        config, partition = self.config, self.config.pipeline.partition
+        config, stage_of = self.config, self.plan.stage_of
+        partition = config.pipeline.partition
         if units is None and self.source is not None:
             units, partition = self.units, "" if partition == TIME else partition
-        return cut_in_chunks(
-            units,  # None is refused, as what is no list of units
-            layers,
-            self.plan.stage_of,
-            partition,
-            config.model.freeze,
-            config.lora,
-        )
+        made = units(layers) if callable(units) else units
+        if not are_units(made):
+            raise ConfigError(
+                f"A model is a list of units, at least one, but this is {made!r:.60}.",
+                "Pass the units, or a function that returns them.",
+            )
+        model = freeze(adapted(made, config.lora, layers), config.model.freeze)
+        chunks, tied = [model], dict[str, list[int]]()
+        if len(stage_of) > 1 or partition:
+            counts = cut(model, len(stage_of), partition)
+            chunks, tied = assign_units(model, counts, stage_of)
+        if size := layers.memory.segment:
+            chunks = with_recomputation(chunks, size)
+        return Chunks(model, chunks, tied)
 
     def checked(self, layers: LayerFactory, cut: Chunks) -> Chunks:
         """Return a model as `cut` made it; ConfigError if it does not fit configuration and hosts."""

@@ -28,7 +28,7 @@ from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import STREAMS, is_synchronous, mode_of
 from mpitrain.parallel.tensor.rows import sequences_together
 from mpitrain.pipeline import schedules
-from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.schedules import Plan
 from mpitrain.pipeline.simulate import goes_in_passes
 
 Rule = tuple[object, str, str]

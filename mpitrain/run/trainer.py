@@ -30,7 +30,7 @@ from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.regions import share
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
-from mpitrain.run.job import Job, agree_on
+from mpitrain.run.job import Job, Units, agree_on
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -269,7 +269,7 @@ class Trainer:
     def __init__(
         self,
         transport: Transport,
-        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
+        units: Units | None,
         config: Config | Job,
         loss: Loss | None = None,
         draws: bool = True,
@@ -308,11 +308,7 @@ class Trainer:
         # This line comes last, because `close` would fail for a half-built trainer.
         transport.tenants.add(self.close)
 
-    def _build(
-        self,
-        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
-        loss: Loss | None,
-    ) -> None:
+    def _build(self, units: Units | None, loss: Loss | None) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
         grid, job, config = self.grid, self.job, self.config
         ops, stage_of = job.device.ops, job.plan.stage_of

@@ -162,8 +162,8 @@ def schedule(
          "stages": ["F0.0 F0.1 B0.0 W0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]}
     """
     from mpitrain.errors import ConfigError
-    from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
+    from mpitrain.pipeline.schedules import with_messages, with_whole_backwards
     from mpitrain.pipeline.simulate import Cost, simulate
     from mpitrain.tools.plan import MOST_SHOWN, several
     from mpitrain.tools.plan.schedule import chart, draw, halves_of, stream, summary

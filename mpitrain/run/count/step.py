@@ -28,9 +28,8 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
-from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.pipeline import Pipeline
-from mpitrain.pipeline.schedules import SERIAL, plan_of
+from mpitrain.pipeline.schedules import SERIAL, Plan, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.regions import share
 from mpitrain.run.count.operations import Count, Unlaunched, counted

@@ -42,11 +42,18 @@ from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import EXPERTS, Axes, divisor
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.pipeline import own
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.schedules import SERIAL, plan_of
+from mpitrain.pipeline.schedules import (
+    SERIAL,
+    Plan,
+    Program,
+    Send,
+    fused_at_the_input,
+    plan_of,
+    training_program,
+)
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, add_legend, save, subplots
 from mpitrain.regions import share

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
+from mpitrain.pipeline.schedules import SCHEDULES, STREAMS, fused_at_the_input, training_program
 from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.job import Job, sequences_of
 from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement, end_s, measure

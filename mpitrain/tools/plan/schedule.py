@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import Backward, BackwardWeight, Forward, Plan, with_messages
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan
-from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.schedules import (
+    STREAMS,
+    Backward,
+    BackwardWeight,
+    Forward,
+    Plan,
+    with_messages,
+)
 from mpitrain.pipeline.simulate import (
     Cost,
     Event,

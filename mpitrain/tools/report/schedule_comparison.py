@@ -9,9 +9,8 @@ import numpy as np
 
 from mpitrain.config import CONFIG, Config
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import training_program
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.schedules import STREAMS, training_program
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.run.run_dir import configuration
 from mpitrain.trace.recorder import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.pipeline.instructions import ACTIVATION, GRADIENT
+from mpitrain.pipeline.schedules import ACTIVATION, GRADIENT
 from mpitrain.trace.recorder import COMPUTE, DEVICE, PAUSE, RECEIVE, ROWS, SEND, WAIT
 from mpitrain.trace.timeline import Timeline, Trace
 

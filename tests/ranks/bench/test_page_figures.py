@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.cli.compare import TrainingJob
 from mpitrain.config import parse
-from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.schedule_files import find_plan
+from mpitrain.pipeline.schedules import with_messages
 from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.build import build
 from mpitrain.tools.bench.comparison.formulas import predicted, words_of

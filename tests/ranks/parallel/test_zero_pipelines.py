@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import BackwardInput, BackwardWeight, Forward, Plan
 from mpitrain.pipeline.schedule_files import write_plan
+from mpitrain.pipeline.schedules import BackwardInput, BackwardWeight, Forward, Plan
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.arena import Arena
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.pipeline import Channel, execute
+from mpitrain.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Receive,
     needed,
+    plan_of,
     with_messages,
 )
-from mpitrain.pipeline.pipeline import Channel, execute
-from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.transport.threads import run_ranks
 
 

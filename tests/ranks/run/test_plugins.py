@@ -146,7 +146,7 @@ from mpitrain.collectives.selection.algorithm import of_plan
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mpitrain.data import SOURCES, SourceKind
 from mpitrain.models.table import MODELS, Model
-from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from mpitrain.pipeline.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
 
 def schedule(name, *orders):

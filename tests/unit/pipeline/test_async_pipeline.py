@@ -9,15 +9,16 @@ from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import STREAMS as MODES
 from mpitrain.pipeline.async_pipeline import moved, pieces
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedules import (
+    STREAMS,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     fused_at_the_input,
+    plan_of,
     with_messages,
 )
-from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.simulate import Cost, simulate, versions
 from mpitrain.run.choices import parse
 

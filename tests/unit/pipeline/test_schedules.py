@@ -12,7 +12,10 @@ from itertools import product
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedule_files import check
+from mpitrain.pipeline.schedules import (
+    KINDS,
+    SCHEDULES,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -23,12 +26,11 @@ from mpitrain.pipeline.instructions import (
     Receive,
     Send,
     fused_at_the_input,
+    plan_of,
     with_messages,
     with_whole_backwards,
     without_backward,
 )
-from mpitrain.pipeline.schedule_files import check
-from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, goes_in_passes, peak, simulate
 
 pytestmark = pytest.mark.slow

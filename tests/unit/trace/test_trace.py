@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.schedules import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     fused_at_the_input,
+    plan_of,
     with_messages,
 )
-from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.tools.report.schedule_comparison import compare
 from mpitrain.tools.report.text import time_table, what_each_did_last, where_the_time_went

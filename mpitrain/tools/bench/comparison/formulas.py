@@ -20,8 +20,7 @@ from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.weight_stashing import PipeDream
-from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
-from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.schedules import STREAMS, Send, fused_at_the_input, training_program
 from mpitrain.regions import share
 from mpitrain.run.job import Job
 from mpitrain.tools.plan.mode_traffic import (

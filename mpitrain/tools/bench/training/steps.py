@@ -20,8 +20,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.meters import Energy, energy_of
 from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.modes import mode_of
-from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
-from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.pipeline.schedules import STREAMS, Send, fused_at_the_input, training_program
 from mpitrain.pipeline.simulate import peak
 from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer

@@ -5,9 +5,8 @@ A forward, and each half of a backward, takes 1 unit of time unless a setting sa
 
 from collections.abc import Sequence
 
-from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
 from mpitrain.pipeline.partition import balanced
-from mpitrain.pipeline.schedules import STREAMS, plan_of
+from mpitrain.pipeline.schedules import STREAMS, plan_of, with_messages, with_whole_backwards
 from mpitrain.pipeline.simulate import Cost, Simulation, peak, simulate, staleness
 from mpitrain.tools.plan.schedule import stream
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpitrain.collectives.plans.checked import Step, Transfer, Wrong, simulate, steps_of
 from mpitrain.errors import Sentence
-from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
+from mpitrain.pipeline.schedules import Backward, Compute, Forward, Plan, with_messages
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.simulate import simulate as simulate_pipeline
 from mpitrain.tables import Table

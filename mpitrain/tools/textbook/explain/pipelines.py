@@ -11,7 +11,9 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline import schedules
-from mpitrain.pipeline.instructions import (
+from mpitrain.pipeline.pipeline import execute
+from mpitrain.pipeline.schedule_files import LETTERS, find_plan, write_plan
+from mpitrain.pipeline.schedules import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -21,8 +23,6 @@ from mpitrain.pipeline.instructions import (
     training_program,
     with_whole_backwards,
 )
-from mpitrain.pipeline.pipeline import execute
-from mpitrain.pipeline.schedule_files import LETTERS, find_plan, write_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate, staleness, versions
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.plan.schedule import draw
