@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from mpitrain.errors import PeerLost as PeerLost
     from mpitrain.layers.base import Unit as Unit
     from mpitrain.layers.base import normal as normal
-    from mpitrain.layers.compose import Residual as Residual
-    from mpitrain.layers.compose import Sequential as Sequential
     from mpitrain.layers.plain import Plain as Plain
+    from mpitrain.layers.plain import Residual as Residual
+    from mpitrain.layers.plain import Sequential as Sequential
     from mpitrain.models.bert import bert as bert
     from mpitrain.models.classifiers import cnn as cnn
     from mpitrain.models.classifiers import mlp as mlp
@@ -77,9 +77,9 @@ _HOMES = {
     "PeerLost": "errors",
     "Plain": "layers.plain",
     "Replicated": "parallel.replicated",
-    "Residual": "layers.compose",
+    "Residual": "layers.plain",
     "RowParallelLinear": "parallel.tensor.linear",
-    "Sequential": "layers.compose",
+    "Sequential": "layers.plain",
     "Trainer": "run.trainer",
     "Unit": "layers.base",
     "Watcher": "run.watcher",

@@ -668,6 +668,10 @@ class Unit:
         pipeline sets it for tied tensors on several stages.
     frozen : collection of str, optional
         Set by model.freeze: names of parameters.
+    segment : sequence of str, optional
+        Set by memory.recompute: names of consecutive units, this one among them, which all have the
+        same list. Their pipeline stage saves only the input of the first, and computes their
+        activations again together.
     """
 
     name: str
@@ -675,6 +679,7 @@ class Unit:
     tied: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Parameter] = field(default_factory=dict)
     frozen: Collection[str] = field(default_factory=frozenset)
+    segment: Sequence[str] = ()
 
     def full_name(self, parameter: Parameter) -> str:
         """Return the full name of a parameter's tensor; a tied tensor has that of another unit."""

@@ -14,7 +14,7 @@ N                 the input of each N units  the forward of N units, but for the
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mpitrain.layers.base import Gradients, Now, Parameter, Unit, Weights, backward, forward_only
@@ -92,34 +92,12 @@ class Recomputed:
         return saved_again(self.inner, w, x, now._replace(is_again=True), arena)
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive units of a model chunk whose activations are computed again together.
-
-    size  number of units
-    """
-
-    size: int
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentUnit(Unit):
-    """A unit of a segment. Its pipeline stage, which gets each unit's parameters, recomputes it."""
-
-    segment: Segment | None = None
-
-
-def segment_of(unit: Unit) -> Segment | None:
-    """Return the segment that a unit belongs to, or None for an ordinary unit."""
-    return unit.segment if isinstance(unit, SegmentUnit) else None
-
-
 def with_recomputation(chunks: Sequence[Sequence[Unit]], size: int) -> list[list[Unit]]:
     """Return the chunks of a model with `size` units in each recomputed segment.
 
     A layer that takes tokens, and the model's last unit, save all activations. Units that run no
-    backward save nothing anyway. The layer of a single unit is wrapped in `Recomputed`; several
-    units become `SegmentUnit`s.
+    backward save nothing anyway. The layer of a single unit is wrapped in `Recomputed`; of several
+    units the stage does the same, since only it has the parameters of each (`Unit.segment`).
 
     size  0: nothing is computed again
     """
@@ -135,15 +113,13 @@ def with_recomputation(chunks: Sequence[Sequence[Unit]], size: int) -> list[list
         again = [index for index, unit in enumerate(chunk) if is_recomputed(unit)] if size else []
         for first in range(0, len(again), max(1, size)):
             indices = again[first : first + size]
-            segment = Segment(len(indices))
+            names = [chunk[index].name for index in indices]
             for index in indices:
                 unit = chunk[index]
                 chunk[index] = (
                     replace(unit, layer=Recomputed(unit.layer))
                     if len(indices) == 1
-                    else SegmentUnit(
-                        unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment
-                    )
+                    else replace(unit, segment=names)
                 )
         wrapped.append(chunk)
     return wrapped

@@ -6,8 +6,7 @@ The units are the embedding, its norm, 2 x depth half-blocks norm(x + f(x)), and
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from mpitrain.layers.base import Unit, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import FirstToken, GeluErf, Plain, Tanh
+from mpitrain.layers.plain import FirstToken, GeluErf, Plain, Sequential, Tanh
 
 TYPES = 2
 """Token types: that of a first text, and that of a second one."""

@@ -7,8 +7,7 @@ from itertools import cycle, pairwise
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Sequential
 
 
 def mlp(

@@ -8,8 +8,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 from collections.abc import Sequence
 
 from mpitrain.layers.base import Unit, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Sequential
 
 
 def gpt(

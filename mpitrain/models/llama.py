@@ -9,8 +9,7 @@ import math
 
 from mpitrain.config import Model
 from mpitrain.layers.base import Layer, Unit, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import Plain, Rotary
+from mpitrain.layers.plain import Plain, Rotary, Sequential
 
 
 def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:

@@ -14,9 +14,8 @@ from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.layers.adapted import InputDropout, LowRank
 from mpitrain.layers.base import Unit
 from mpitrain.layers.chunked_logits import ChunkedHead
-from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropped
-from mpitrain.layers.plain import Linear, Plain
+from mpitrain.layers.plain import Linear, Plain, Residual, Sequential
 
 
 class Target(NamedTuple):

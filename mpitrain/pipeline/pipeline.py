@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Now, Places, Unit, backward, forward_only
-from mpitrain.layers.recomputed import Segment, saved_again, segment_of
+from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.schedules import (
@@ -84,7 +84,7 @@ class Stage:
     soon as a call has used an activation that an earlier call saved, its buffer goes back to the
     arena.
 
-    Of a recomputed segment (layers/recomputed.py) the stage saves only the input. The backward of
+    Of a recomputed segment (`Unit.segment`) the stage saves only the input. The backward of
     the segment's last unit first computes the other activations of the segment again.
     """
 
@@ -116,7 +116,7 @@ class Stage:
         # These functions begin and end a unit's span in the trace. After an error the span stays open.
         names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
         self._pass = recorder.compute, self._poll, recorder.end, names
-        self._segments = [segment_of(unit) for unit in units]
+        self._segments = [unit.segment for unit in units]
         # The names of the units before the first forward, which checks their outputs.
         self._unseen = self._names
         # Both map a micro-batch to a list with the saved activations of each unit.
@@ -171,7 +171,7 @@ class Stage:
     def _begins_segment(self, index: int) -> bool:
         return index == 0 or self._segments[index - 1] is not self._segments[index]
 
-    def _save_again(self, micro: int, index: int, segment: Segment, saved: list[Any]) -> None:
+    def _save_again(self, micro: int, index: int, segment: Sequence[str], saved: list[Any]) -> None:
         """Replace the saved input of a segment by the activations of its units.
 
         index  of a unit of this segment; unless it is the last one, nothing is done
@@ -180,7 +180,7 @@ class Stage:
             return
         replica, (x, now) = self._replica, saved.pop()
         now = now._replace(is_again=True)
-        for number, layer in self._layers[index + 1 - segment.size : index]:
+        for number, layer in self._layers[index + 1 - len(segment) : index]:
             x, state = layer.forward(replica.open(number, micro), x, now, self._arena)
             saved.append(state)
             self._poll()

@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 
 from mpitrain.layers.base import Unit, normal
-from mpitrain.layers.compose import Sequential
+from mpitrain.layers.plain import Sequential
 
 
 class Dropout:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import GeluCut, Now, Unit, backward, fusion_of
-from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.plain import GeluErf, Plain, Rotary, RowGate, Tanh
+from mpitrain.layers.plain import GeluErf, Plain, Rotary, RowGate, Sequential, Tanh
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers import compose
+from mpitrain.layers import plain as layers_module
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
@@ -89,7 +89,7 @@ def test_all_reduces_stay_4_l_and_2_and_are_6_l_and_2_without_the_offer(monkeypa
         assert all_reduces(mode) == 4 * layers + 2, mode
     # The second of two units takes the sum of the first one as its input.
     assert all_reduces("2") == 5 * layers + 2
-    monkeypatch.setattr(compose, "saved_again", lambda layer, *rest: layer.forward(*rest)[1])
+    monkeypatch.setattr(layers_module, "saved_again", lambda layer, *rest: layer.forward(*rest)[1])
     assert all_reduces("unit") == 6 * layers + 2
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import READING, Unit, backward, normal
-from mpitrain.layers.compose import Residual, Sequential
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Residual, Sequential
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies

@@ -7,8 +7,7 @@ import pytest
 
 from mpitrain.errors import CommError, DataError
 from mpitrain.layers.base import Unit, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Sequential
 from mpitrain.ops.device import ops_for
 from mpitrain.run.build import build
 from mpitrain.run.trainer import Trainer

@@ -5,8 +5,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import READING, Unit, normal
-from mpitrain.layers.compose import Residual, Sequential
-from mpitrain.layers.plain import Norm, Plain
+from mpitrain.layers.plain import Norm, Plain, Residual, Sequential
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.models.gpt import gpt

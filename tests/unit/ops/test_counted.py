@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.base import Unit, backward, normal
-from mpitrain.layers.compose import Sequential
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Sequential
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import has_memory
 from mpitrain.ops import OPERATIONS, bodies
