@@ -24,7 +24,7 @@ from training import APART, LOSSES, WARM_UP, Events, Rival, furthest, measured, 
 from workload import BLOCKS, HOPPER_WAYS, PRODUCTS, STEPS, config, multiply_ones, source, table
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import HOPPER_TILES, Tiling
 from mpitrain.ops.device import device_for

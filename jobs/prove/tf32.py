@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import FLOAT_TILES, TILES, Tiling, fewest
 from mpitrain.ops.reference.layers import split_tf32

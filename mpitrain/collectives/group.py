@@ -40,8 +40,7 @@ from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, multiples_near
-from mpitrain.machine.arena import Arena, padded
-from mpitrain.machine.backend import on_device, overlap
+from mpitrain.machine.backend import Arena, on_device, overlap, padded
 from mpitrain.transport.base import Transport
 from mpitrain.transport.native import native_dtypes
 

@@ -29,8 +29,7 @@ import numpy as np
 from mpitrain.layers.base import Gradients, Now, Parameter, Weights, uniform, zeros
 from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.recomputed import input_of, state_of, with_input
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.ops import Ops
 from mpitrain.regions import overlap
 

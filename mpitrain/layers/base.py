@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.reference.attention import first_keys
 from mpitrain.regions import share
 

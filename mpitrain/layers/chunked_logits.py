@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.layers.base import Gradients, Loss, Now, Parameter, Weights, flat_rows
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows, on_device
+from mpitrain.machine.backend import Arena, copy_rows, on_device
 from mpitrain.ops import Ops
 from mpitrain.regions import share
 

@@ -25,7 +25,7 @@ from mpitrain.layers.base import (
 )
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.recomputed import saved_again
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.random_bits import Key
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.layers.base import Draw, Gradients, Now, Parameter, Weights, flat_rows
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, has_memory
+from mpitrain.machine.backend import Arena, Backend, has_memory
 
 
 class Trip:

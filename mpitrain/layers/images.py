@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.layers.base import Draw, Gradients, Now, Parameter, Weights, zeros
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations  # help() then prints signatures as they are 
 from typing import Any
 
 from mpitrain.layers.base import READING, Weights
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 
 
 class Past:

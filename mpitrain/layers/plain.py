@@ -46,8 +46,7 @@ from mpitrain.layers.experts import Experts
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.recomputed import Recomputed, saved_again, state_of
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, HostBackend, copy_rows
+from mpitrain.machine.backend import Arena, Backend, HostBackend, copy_rows
 from mpitrain.ops import Ops
 from mpitrain.ops.reference.attention import CAUSAL, Seen
 from mpitrain.ops.reference.layers import add as add_arrays

@@ -19,7 +19,7 @@ from typing import Any
 
 from mpitrain.layers.base import Gradients, Now, Parameter, Unit, Weights, backward, forward_only
 from mpitrain.layers.incremental import Past, forward_next
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 
 

@@ -111,7 +111,7 @@ def measured(anew: bool = False) -> Measured:
     if not (folder := shared_cache_of("blas-kernels")):
         # Each rank would measure at every start, and might choose otherwise.
         return Measured("", {}, "no folder keeps a measurement")
-    facts = f"{_processor()} NumPy {_version('numpy')} {_version('mkl')} {' '.join(candidates)}"
+    facts = f"{process.processor().label} NumPy {_version('numpy')} {_version('mkl')} {' '.join(candidates)}"
     path = folder / f"{crc32(facts.encode()):08x}.json"
     try:
         with locked(path, "matrix products"):
@@ -219,22 +219,12 @@ def _mkl_product() -> Callable[..., object]:
     return multiply
 
 
-def in_use() -> tuple[str, str]:
-    """Return the processor, and what multiplies on it, as of `process.blas_kernels`."""
-    return _processor(), process.blas_kernels()
-
-
-def _processor() -> str:
-    name, _, features = process.processor()  # Virtual machines may have a name like AMD EPYC.
-    return f"{name} {crc32(' '.join(sorted(features)).encode()):08x}"
-
-
 def recorded_in(metrics: Path) -> str | None:
     """Return the kernels with which a run began, from its metrics; None on another processor."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         start = json.loads(contents(metrics).partition(b"\n")[0])
         name, kernels = start["blas_kernels"]
-        if name == _processor() and not kernels.strip(ascii_letters):
+        if name == process.processor().label and not kernels.strip(ascii_letters):
             return kernels
     return None
 

@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import CommError, ConfigError, KernelError
-from mpitrain.machine.arena import Arena, Descriptions, Lease, Maker
-from mpitrain.machine.backend import Copy, Mark, address, on_device
+from mpitrain.machine.backend import (
+    Arena,
+    Copy,
+    Descriptions,
+    Lease,
+    Maker,
+    Mark,
+    address,
+    on_device,
+)
 from mpitrain.machine.process import Kind
 
 NOT_READY = 600

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
+from zlib import crc32
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError
@@ -573,6 +574,11 @@ class Processor(NamedTuple):
     name: str
     vendor: str
     features: frozenset[str]
+
+    @property
+    def label(self) -> str:
+        """The name and a sum of the features: virtual machines may have a name like AMD EPYC."""
+        return f"{self.name} {crc32(' '.join(sorted(self.features)).encode()):08x}"
 
     @property
     def gains_from_mkl(self) -> bool:

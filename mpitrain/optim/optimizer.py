@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from mpitrain import config
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
+from mpitrain.machine.backend import Arena, Backend
 from mpitrain.ops import Ops
 from mpitrain.optim.rule import Arrays, BlockWise, ElementWise, Update, group_of
 from mpitrain.optim.rules import RULES

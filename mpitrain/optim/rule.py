@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map
 from mpitrain.regions import Piece

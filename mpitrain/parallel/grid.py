@@ -12,7 +12,7 @@ from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.optim.state import FactSums
 from mpitrain.transport.agreement import listed
 from mpitrain.transport.base import Transport

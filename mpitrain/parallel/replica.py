@@ -19,7 +19,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Bucket, FlatLayout, Storage
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import Device
 from mpitrain.optim import Optimizer
 from mpitrain.optim.state import StateBuffer

@@ -24,8 +24,7 @@ from mpitrain.config import KEPT_ON_HOST, Replication, parse
 from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.layers.base import Parameter, zeros
 from mpitrain.layers.flat import GRAIN, FlatLayout
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, best_bytes

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.layers.base import Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.pipeline import Channel, execute, input_shape, own, shape_in
 from mpitrain.pipeline.schedules import forward_alone, with_messages

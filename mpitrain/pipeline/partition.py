@@ -14,8 +14,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Now, Unit, forward_only, parameters_of
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
+from mpitrain.machine.backend import Arena, Backend
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Now, Places, Unit, backward, forward_only
 from mpitrain.layers.recomputed import saved_again
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.schedules import (
     ACTIVATION,

@@ -24,7 +24,7 @@ from mpitrain.errors import ConfigError, brief, say
 from mpitrain.layers.base import Unit, are_units, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.machine import blas_kernels, process
+from mpitrain.machine import process
 from mpitrain.machine.compiling import NO_COMPILER
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS, adapted, units_of
@@ -259,7 +259,7 @@ def agree_on(
             uuid4().hex,
             found,
             lacks,
-            blas_kernels.in_use(),
+            (process.processor().label, process.blas_kernels()),
             [job.config.device.kind, job.config.device.passes, validation, today],
             facts_of(job),
         ]

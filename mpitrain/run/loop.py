@@ -27,7 +27,7 @@ from mpitrain.errors import (
     say,
 )
 from mpitrain.files import mend
-from mpitrain.machine import blas_kernels, process
+from mpitrain.machine import process
 from mpitrain.machine.meters import energy_of
 from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
@@ -604,7 +604,7 @@ class Run:
             **({} if spares is None else {"spares": spares}),
             "hosts": len(set(self.transport.hosts)),
             "blas_threads": process.blas_threads_in_use(),
-            "blas_kernels": blas_kernels.in_use(),
+            "blas_kernels": (process.processor().label, process.blas_kernels()),
             "parameters": trainer.parameter_count,
         }
         if self._energy:

@@ -5,8 +5,7 @@ from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import KernelError, say
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, address
+from mpitrain.machine.backend import Arena, Backend, address
 from mpitrain.parallel.replica import Replica
 from mpitrain.transport.base import Transport
 

@@ -31,8 +31,7 @@ import numpy as np
 
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import process
-from mpitrain.machine.arena import Arena, HostMemory
-from mpitrain.machine.backend import Backend, Copy, DeviceBackend, on_device
+from mpitrain.machine.backend import Arena, Backend, Copy, DeviceBackend, HostMemory, on_device
 from mpitrain.transport.base import Request, Several, Transport, check_message, named
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
 

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda.launches import sum_rows
+from mpitrain.ops.device import cuda_ops, reference_ops
 from tests.cases.numbers import assert_close, numbers, stored, values
 
-reference = bodies.reference()
+reference = reference_ops()
 
 
 class Askew(Arena):
@@ -32,7 +32,7 @@ def one_askew(which: int, *shapes: tuple[int, ...]) -> tuple[Arena, list[np.ndar
 def check_bias(kernels: Kernels, which: int) -> None:
     """A rank's own rows of a sum begin anywhere; a bias, its gradient, a residual or the output may as well."""
     ops, (arena, (x, b, residual, out, db)) = (
-        bodies.cuda(kernels),
+        cuda_ops(kernels),
         one_askew(which, (3, 8), (8,), (3, 8), (3, 8), (8,)),
     )
     ops.add_bias(x, b, out, arena, residual)
@@ -45,7 +45,7 @@ def check_bias(kernels: Kernels, which: int) -> None:
 def check_norm(kernels: Kernels, which: int) -> None:
     """Any array of a LayerNorm may begin anywhere."""
     ops, (arena, (x, gain, bias, dy, residual, dgain, dbias)) = (
-        bodies.cuda(kernels),
+        cuda_ops(kernels),
         one_askew(which, (3, 8), (8,), (8,), (3, 8), (3, 8), (8,), (8,)),
     )
     y, saved = ops.layer_norm(x, gain, bias, 1e-5, arena)
@@ -65,7 +65,7 @@ def check_norm(kernels: Kernels, which: int) -> None:
 
 def check_embedding(kernels: Kernels, which: int) -> None:
     """Any array of an embedding may begin anywhere."""
-    ops, tokens = bodies.cuda(kernels), np.array([[1, 0, 4]])
+    ops, tokens = cuda_ops(kernels), np.array([[1, 0, 4]])
     arena, (table, positions, out, dx, dtable, dpositions) = one_askew(
         which, (5, 8), (3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (3, 8)
     )

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from tests.cases.layers import CAPPED, reference
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.cases.packed import Packed, on

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product, tiles
+from mpitrain.ops.device import cuda_ops, reference_ops
 from tests.cases.numbers import assert_close, numbers, stored, values
 
-reference = bodies.reference()
+reference = reference_ops()
 
 
 def sums_of(dtype: str) -> str:
@@ -23,7 +23,7 @@ def check_choice(
     kernels: Kernels, b: int, t: int, experts: int, k: int, before: int, dtype: str = "float32"
 ) -> None:
     """The choice, with ties and a NaN, and its gradient with both terms and without, stored in a dtype."""
-    ops, arena, kind = bodies.cuda(kernels), Arena(), sums_of(dtype)
+    ops, arena, kind = cuda_ops(kernels), Arena(), sums_of(dtype)
     logits = stored(numbers(1, b * t, experts), kind)
     logits[::3] = np.round(logits[::3])
     weights, chosen, saved = ops.choose(logits, k, before, arena)
@@ -56,7 +56,7 @@ def check_rows(
     shifted: bool = False,
 ) -> None:
     """Rows in the order of their experts and back, with weights and without; the tally of all choices."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     chosen = np.argsort(numbers(1, b * t, experts))[:, :k].copy()
     # The first of two ranks in a ring has two chunks of each sequence, where these can be halved.
     own = 1 + (t % 2 == 0)
@@ -116,7 +116,7 @@ def check_products(
     multiply = (
         product.library if by_library else partial(product.gemm, tiling=tiles.Tiling(tile, 1))
     )
-    ops, arena = bodies.cuda(kernels, multiply), Arena()
+    ops, arena = cuda_ops(kernels, multiply), Arena()
     y, saved = ops.grouped_linear(x, w, ends, arena)
     true_y, truth = reference.grouped_linear(values(x), values(w), ends, None)
     assert_close(y, true_y, dtype, "y")

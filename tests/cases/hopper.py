@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import cuda_ops, host_ops
 from tests.cases.documents import OFFSETS, check_documents
 from tests.cases.layers import CAPPED, check_attention
 from tests.cases.numbers import assert_close, numbers, stored, values
@@ -40,8 +40,8 @@ def check_extremes(kernels: Kernels, d: int = 64, dtype: str = "bfloat16") -> No
     """Scores of thousands, the same for all keys or far apart; a NaN reaches what sees it, and no other sequence or head."""
     if not kernels.engine.has_wgmma:
         return
-    ops, h, t = bodies.cuda(kernels, tensor_cores="wgmma"), 2, 200
-    packed, truth = Packed(ops), Packed(bodies.host())
+    ops, h, t = cuda_ops(kernels, tensor_cores="wgmma"), 2, 200
+    packed, truth = Packed(ops), Packed(host_ops())
     qkv = stored(numbers(5, 2, t, 3 * h * d), dtype)
     plain = packed.attention(qkv, h, Arena())[0].astype("f4")
     large = qkv.copy()

@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import layers
+from mpitrain.ops.device import cuda_ops, reference_ops
 from tests.cases.layers import halves
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.rows import replaced
 
-reference = bodies.reference()
+reference = reference_ops()
 
 
 def check_conv(
@@ -26,7 +26,7 @@ def check_conv(
     tile: int = layers.TILE_BYTES,
 ) -> None:
     """A convolution, forward and backward, over one tile or many, of images with channels last or first."""
-    ops, arena, channels = bodies.cuda(kernels), Arena(), shape[3]
+    ops, arena, channels = cuda_ops(kernels), Arena(), shape[3]
     x, w, b, dy = (
         stored(a, dtype)
         for a in (
@@ -58,7 +58,7 @@ def check_max_pool(
     kernels: Kernels, shape: tuple[int, int, int, int], size: int, dtype: str = "float32"
 ) -> None:
     """Max-pooling of windows with equal numbers, and its gradient; dx of pixels outside all windows is 0."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     x = stored(np.round(numbers(1, *shape)), dtype)
     y, saved = ops.max_pool(x, size, arena)
     truth, winners = reference.max_pool(values(x), size, None)
@@ -73,7 +73,7 @@ def check_nan(kernels: Kernels) -> None:
     x = np.ones((1, 2, 8, 1), np.float32)
     for window in range(4):
         x[0, window // 2, 2 * window + window % 2] = np.nan
-    y, _ = bodies.cuda(kernels).max_pool(x, 2, Arena())
+    y, _ = cuda_ops(kernels).max_pool(x, 2, Arena())
     assert np.isnan(y).all()
 
 

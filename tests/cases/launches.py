@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import H100, Kernels
-from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.ops import OPERATIONS
 from mpitrain.ops.cuda import wire
+from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.table import Operand
 from mpitrain.tools.bench.kernels.examples import examples
 
@@ -64,7 +65,7 @@ class RecycledArena:
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
     """{name: its call}: operations of layers, and kernels of all-reduces."""
-    arena, ops = RecycledArena(), bodies.cuda(kernels)
+    arena, ops = RecycledArena(), cuda_ops(kernels)
     arguments = examples(ops, SIZES, drawn, arena)
     p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
     coded, scales = np.zeros(SIZE, np.int8), np.zeros(1, np.float32)

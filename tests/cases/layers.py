@@ -6,15 +6,15 @@ from functools import partial
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import sum_rows
+from mpitrain.ops.device import cuda_ops, host_ops, reference_ops
 from mpitrain.ops.reference.attention import Seen
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.cases.packed import Packed, on
 
-reference = bodies.reference()
+reference = reference_ops()
 
 
 def halves(
@@ -43,7 +43,7 @@ def check_linear(
     gemm: str = "tiled",
 ) -> None:
     """A linear layer, forward and the three backward halves."""
-    ops, arena, name = bodies.cuda(kernels, product.chosen(gemm)), Arena(), f"linear{activation}"
+    ops, arena, name = cuda_ops(kernels, product.chosen(gemm)), Arena(), f"linear{activation}"
     x, w, b, dy = (
         stored(a, dtype)
         for a in (numbers(1, m, k), numbers(2, n, k), numbers(3, n), numbers(4, m, n))
@@ -76,7 +76,7 @@ def check_fused(
     kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32", gemm: str = "tiled"
 ) -> None:
     """A linear layer after one with GELU: the residual in its sum; backward GELU's derivative, written over what was kept."""
-    ops, arena = bodies.cuda(kernels, product.chosen(gemm)), Arena()
+    ops, arena = cuda_ops(kernels, product.chosen(gemm)), Arena()
     x, up, b, w, residual, dy = (
         stored(a, dtype)
         for a in (
@@ -104,7 +104,7 @@ def check_fused(
 
 def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32") -> None:
     """Logits begin at multiples of 64 elements, and through loss and both backward products nobody touches what is between."""
-    ops, arena, targets = bodies.cuda(kernels), Arena(), np.arange(m) % n
+    ops, arena, targets = cuda_ops(kernels), Arena(), np.arange(m) % n
     x, w = stored(numbers(1, m, k), dtype), stored(numbers(2, n, k), dtype)
     y, saved = ops.logits(x, w, None, arena)
     assert (
@@ -123,7 +123,7 @@ def check_logits(kernels: Kernels, m: int, k: int, n: int, dtype: str = "float32
 
 def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "float32") -> None:
     """An activation alone, forward and backward, on arrays of which those of an odd length have no alignment."""
-    ops = bodies.cuda(kernels)
+    ops = cuda_ops(kernels)
     z, dy = (stored(numbers(seed, n), dtype, shifted=n % 2 == 1) for seed in (1, 2))
     true_y, true_saved = getattr(reference, activation)(values(z), None)
     truth = getattr(reference, f"{activation}_backward")(values(dy), true_saved, None)
@@ -134,7 +134,7 @@ def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "fl
 
 def check_cap(kernels: Kernels, m: int, n: int, name: str, dtype: str = "float32") -> None:
     """A cap of numbers below and above the cap, forward and backward, of rows side by side and of padded ones."""
-    ops, arrays = bodies.cuda(kernels), (3 * numbers(1, m, n), 3 * numbers(2, m, n))
+    ops, arrays = cuda_ops(kernels), (3 * numbers(1, m, n), 3 * numbers(2, m, n))
     for pads in ((0, 0), (3, 3), (8, 0)):
         padded = [
             stored(np.pad(x, ((0, 0), (0, pad))), dtype)
@@ -155,7 +155,7 @@ def check_sums(
     kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """A sum of two arrays, into a third and into one of them, and of rows, a bias and a residual: rounded once."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     a, b, bias = (
         stored(x, dtype, shifted) for x in (numbers(1, m, n), numbers(2, m, n), numbers(3, n))
     )
@@ -183,7 +183,7 @@ def check_weighted_sums(
     kernels: Kernels, n: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """A sum with weights, and one array alone, into a third and into either."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     a, b = (stored(numbers(seed, n), dtype, shifted) for seed in (1, 2))
     for other in (b, None):
         reference.weighted_sum(
@@ -220,7 +220,7 @@ def check_layer_norm(
 
     adds: dx has a residual in its sum
     """
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     x, gain, bias, dy, residual = (
         stored(a, dtype, shifted)
         for a in (
@@ -257,7 +257,7 @@ def check_rms_norm(
     kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
     """RMSNorm, forward and both backward halves, with a residual in dx."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     x, gain, dy, residual = (
         stored(a, dtype, shifted)
         for a in (3 + numbers(1, m, c), numbers(2, c), numbers(4, m, c), numbers(5, m, c))
@@ -275,7 +275,7 @@ def check_rms_norm(
 
 def check_gated(kernels: Kernels, name: str, m: int, n: int, dtype: str = "float32") -> None:
     """SwiGLU and GeGLU, forward and backward; rows of an odd width have no alignment."""
-    ops, arena, back = bodies.cuda(kernels), Arena(), f"{name}_backward"
+    ops, arena, back = cuda_ops(kernels), Arena(), f"{name}_backward"
     x, dy = stored(3 * numbers(1, m, 2 * n), dtype), stored(numbers(2, m, n), dtype)
     truth, true_saved = getattr(reference, name)(values(x), None)
     true_dx = getattr(reference, back)(values(dy), true_saved, None)
@@ -286,7 +286,7 @@ def check_gated(kernels: Kernels, name: str, m: int, n: int, dtype: str = "float
 
 def check_gate_rows(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
     """A gate of a number for each row, forward and backward; rows of an odd width have no alignment."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     arrays = 2 * numbers(1, m, n), 2 * numbers(2, m, 1), numbers(3, m, n)
     x, z, dy = (stored(array, dtype) for array in arrays)
     truth, true_saved = reference.gate_rows(values(x), values(z), None)
@@ -309,7 +309,7 @@ def check_rotate(
     index: str = "",
 ) -> None:
     """Rotary positions, of a row and given; into another array, and back over the array itself."""
-    ops, x = bodies.cuda(kernels), stored(numbers(1, b, t, h * d), dtype)
+    ops, x = cuda_ops(kernels), stored(numbers(1, b, t, h * d), dtype)
     at = np.random.default_rng(0).integers(2 * t, size=(b, t)).astype(index) if index else None
     given = h, turned, 10_000.0, 2 * t, (2, 1, 4, t)
     truth = reference.rotate(values(x), *given, 1, None, at)
@@ -332,7 +332,7 @@ def check_embedding(
     shifted: bool = False,
 ) -> None:
     """Token and position embedding, and the gradients of both tables."""
-    ops = bodies.cuda(kernels)
+    ops = cuda_ops(kernels)
     tokens = np.random.default_rng(0).integers(v, size=(b, t)).astype(index)
     table, positions, dx = (
         stored(a, dtype, shifted)
@@ -347,7 +347,7 @@ def check_embedding(
 
 def check_part_of_table(kernels: Kernels, v: int, first: int, positions: bool) -> None:
     """A row that the part does not hold counts as zero, and its gradient is nobody's."""
-    ops, tokens = bodies.cuda(kernels), np.array([[first + v - 1, first + v, first - 1, first]])
+    ops, tokens = cuda_ops(kernels), np.array([[first + v - 1, first + v, first - 1, first]])
     table, dx = stored(numbers(1, v, 6), "float32"), stored(numbers(3, 1, 4, 6), "float32")
     added = stored(numbers(2, 4, 6), "float32") if positions else None
     x, saved = ops.embedding(tokens, table, added, Arena(), first)
@@ -408,7 +408,7 @@ def check_next(
     """Compare attention of new tokens, after different numbers of stored tokens; the rest of the
     cache must not change.
     """
-    ops, b, room = bodies.cuda(kernels), len(past), max(past, default=0) + t + 2
+    ops, b, room = cuda_ops(kernels), len(past), max(past, default=0) + t + 2
     groups = g or h
     qkv = stored(numbers(1, b, t, (h + 2 * groups) * d), dtype)
     caches = [stored(numbers(seed, b, groups, room, d), dtype) for seed in (2, 3)]
@@ -441,7 +441,7 @@ def dropped_attentions() -> Iterator[Callable]:
 
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
-    ops, qkv = Packed(bodies.cuda(kernels)), stored(numbers(1, 0, 5, 3 * d), dtype)
+    ops, qkv = Packed(cuda_ops(kernels)), stored(numbers(1, 0, 5, 3 * d), dtype)
     y, saved = ops.attention(qkv, 1, Arena())
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
@@ -499,7 +499,7 @@ def check_dropout(
     shifted: bool = False,
 ) -> None:
     """Dropout of rows that begin `columns` numbers apart, into a third array and into x: the bits of the host."""
-    ops, host = bodies.cuda(kernels), bodies.host()
+    ops, host = cuda_ops(kernels), host_ops()
     x, residual = (stored(numbers(seed, m, c), dtype, shifted) for seed in (1, 2))
     wide = np.float64 if dtype == "float64" else np.float32
     for added in (None, residual):

@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.ops import Ops, bodies
+from mpitrain.ops import Ops
 from mpitrain.ops.cuda import product
+from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.reference.attention import Seen
 
 
 def on(kernels: Kernels, dtype: str, tensor_cores: str = "mma") -> Ops:
     """The operations on kernels; with the dtype `3xtf32`, float32 is multiplied so."""
     multiply = product.chosen("3xtf32" if dtype == "3xtf32" else "tiled")
-    return bodies.cuda(kernels, multiply, tensor_cores=tensor_cores)
+    return cuda_ops(kernels, multiply, tensor_cores=tensor_cores)
 
 
 class Packed:

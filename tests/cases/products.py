@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product, tiles
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, product_3xtf32, split_tf32
 from tests.cases.numbers import assert_close, numbers, stored, values

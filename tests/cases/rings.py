@@ -8,16 +8,17 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import Ops, bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops import Ops
 from mpitrain.ops.cuda.product import gemm
 from mpitrain.ops.cuda.tiles import AttentionGain, MeasuredTiles
+from mpitrain.ops.device import cuda_ops, reference_ops
 from mpitrain.ops.reference.attention import Seen
 from tests.cases.documents import starts_of
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.cases.packed import on
 
-reference = bodies.reference()
+reference = reference_ops()
 
 
 def of_rank(
@@ -109,7 +110,7 @@ def on_kernels(kernels: Kernels, ring: tuple[Any, ...], dtype: str) -> None:
 def by_gain(kernels: Kernels) -> None:
     """All parts have logarithms of one base, also if the table has measured numbers of keys near those of some alone."""
     table = MeasuredTiles(by_gain=True, attention=[AttentionGain(16, 24, 9.0)])
-    check_ring(bodies.cuda(kernels, partial(gemm, table=table)), 2, (1, 24), 2, 16, dtype="float32")
+    check_ring(cuda_ops(kernels, partial(gemm, table=table)), 2, (1, 24), 2, 16, dtype="float32")
 
 
 def parts() -> Iterator[Callable]:

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import cuda_ops, reference_ops
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.cases.training import COUNTS
 
-reference = bodies.reference()
+reference = reference_ops()
 SHAPES = ((0, 3), (1, 1), (1, 300), (7, 33), (8, 31), (9, 32), (65, 5), (129, 257), (300, 2))
 LAMB = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -24,14 +24,14 @@ def positive(seed: int, *shape: int) -> np.ndarray:
 def check_squares(kernels: Kernels, count: int, dtype: str) -> None:
     """Squares are added to a sum in double, with an error below 1e-6; large ones do not overflow."""
     x, sums = stored(numbers(1, count), dtype, count % 2 == 1), np.full(1, 2.0)
-    bodies.cuda(kernels).add_squares(x, sums, Arena())
+    cuda_ops(kernels).add_squares(x, sums, Arena())
     most = 1e-12 if dtype == "float64" else 1e-6
     assert abs(sums[0] / (2 + (values(x) ** 2).sum()) - 1) <= most
 
 
 def check_lamb(kernels: Kernels, count: int, dtype: str, mirror: str | None) -> None:
     """Moments, both sums, and a step by sums of a tensor that has more elements."""
-    ops, shifted = bodies.cuda(kernels), count % 2 == 1
+    ops, shifted = cuda_ops(kernels), count % 2 == 1
     p, g, m, v = (
         stored(array, dtype, shifted)
         for array in (numbers(1, count), numbers(2, count), numbers(3, count), positive(4, count))
@@ -54,7 +54,7 @@ def check_trust(kernels: Kernels) -> None:
     """Where a norm is 0 the ratio is 1."""
     for squares in ([0.0, 4.0], [4.0, 0.0]):
         p, m, v = (np.ones(5, np.float32) for _ in range(3))
-        bodies.cuda(kernels).lamb(
+        cuda_ops(kernels).lamb(
             p, m, v, np.array(squares), 0.1, 0.0, 0.0, 0.0, 0.0, 1, arena=Arena()
         )
         assert_close(p, np.full(5, 0.9))
@@ -64,7 +64,7 @@ def check_adafactor(
     kernels: Kernels, shape: tuple[int, int], dtype: str, mirror: str | None, is_vector: bool
 ) -> None:
     """A step of a block of a larger tensor, whose rows and columns lie apart."""
-    ops, (rows, columns), eps = bodies.cuda(kernels), shape, 1e-3
+    ops, (rows, columns), eps = cuda_ops(kernels), shape, 1e-3
     sums = [2 * rows + 1, columns + 3]
     places = np.random.default_rng(1).permutation(sums[0])[:rows]
     mine = None if is_vector else places, np.random.default_rng(2).permutation(sums[1])[:columns]
@@ -111,7 +111,7 @@ def check_adafactor(
 
 def check_small_gradients(kernels: Kernels) -> None:
     """Variances and their mean have lower bounds."""
-    ops, arena = bodies.cuda(kernels), Arena()
+    ops, arena = cuda_ops(kernels), Arena()
     row, column = np.zeros(2, np.float32), np.zeros(3, np.float32)
     facts, rows, columns = (np.full(2, 3e-3), np.full(3, 2e-3)), np.arange(2), np.arange(3)
     ops.adafactor_variances(row, column, *facts, 1.0, 1e-2, arena)
@@ -129,10 +129,10 @@ def check_newton_schulz(kernels: Kernels, shape: tuple[int, int], steps: int) ->
     truth = numbers(1, *shape)
     mine = truth.copy()
     reference.newton_schulz(truth, steps, None)
-    bodies.cuda(kernels).newton_schulz(mine, steps, Arena())
+    cuda_ops(kernels).newton_schulz(mine, steps, Arena())
     assert_close(mine, truth, "float64", size=1e3)
     zeros = np.zeros(shape)
-    bodies.cuda(kernels).newton_schulz(zeros, steps, Arena())
+    cuda_ops(kernels).newton_schulz(zeros, steps, Arena())
     np.testing.assert_array_equal(zeros, 0)
 
 

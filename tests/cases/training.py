@@ -9,8 +9,8 @@ import numpy as np
 
 from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import OPERATIONS, bodies, codes
+from mpitrain.machine.backend import Arena
+from mpitrain.ops import OPERATIONS, codes
 from mpitrain.ops.cuda import steps as launched
 from mpitrain.ops.cuda.launches import sum_all, total
 from mpitrain.ops.cuda.wire import (
@@ -23,11 +23,12 @@ from mpitrain.ops.cuda.wire import (
     maximum_into,
     top_k,
 )
+from mpitrain.ops.device import cuda_ops, reference_ops
 from mpitrain.ops.table import operands
 from mpitrain.optim.optimizer import GroupRun, launches
 from tests.cases.numbers import assert_close, numbers, stored, values
 
-reference = bodies.reference()
+reference = reference_ops()
 
 COUNTS = (0, 1, 7, 8, 9, 1023, 1025, 4099)
 
@@ -36,7 +37,7 @@ def check_cross_entropy(
     kernels: Kernels, m: int, v: int, dtype: str = "float32", index: str = "int64", room: int = 0
 ) -> None:
     """Loss, gradient over the logits, and the count of right rows; with `room` elements between the rows."""
-    ops, logits = bodies.cuda(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
+    ops, logits = cuda_ops(kernels), stored(3 * numbers(1, m, v + room), dtype)[:, :v]
     targets = np.random.default_rng(0).integers(v, size=m).astype(index)
     targets[2::3] = IGNORED
     truth, right = values(logits), (values(logits).argmax(1) == targets).sum()
@@ -59,7 +60,7 @@ def check_cross_entropy(
 
 def check_losses_of_numbers(kernels: Kernels, count: int, dtype: str) -> None:
     """Targets are float32 beside predictions of 16 bits; those that are NaN do not count."""
-    ops, wide = bodies.cuda(kernels), "float64" if dtype == "float64" else "float32"
+    ops, wide = cuda_ops(kernels), "float64" if dtype == "float64" else "float32"
     for name in ("squared_error", "absolute_error", "binary_cross_entropy"):
         predictions = stored(3 * numbers(1, count), dtype)
         targets = np.random.default_rng(0).random(count).astype(wide)
@@ -73,7 +74,7 @@ def check_losses_of_numbers(kernels: Kernels, count: int, dtype: str) -> None:
 
 def check_huge_logits(kernels: Kernels) -> None:
     """Nothing overflows, and a row of equal maxima counts its first as the largest."""
-    ops = bodies.cuda(kernels)
+    ops = cuda_ops(kernels)
     logits = np.array([[1e4, -1e4, 0], [-1e38, 0, 1e38]], np.float32)
     loss, dlogits = ops.cross_entropy(logits, np.array([0, 2]), 1.0, Arena())
     assert loss == 0
@@ -88,7 +89,7 @@ def check_huge_logits(kernels: Kernels) -> None:
 
 def check_stray_target(kernels: Kernels) -> None:
     """A target outside the vocabulary makes the loss NaN instead of reading another row."""
-    ops, logits = bodies.cuda(kernels), np.zeros((2, 4), np.float32)
+    ops, logits = cuda_ops(kernels), np.zeros((2, 4), np.float32)
     for stray in (-1, 4):
         assert np.isnan(ops.cross_entropy_loss(logits, np.array([0, stray]), Arena()))
         loss, dlogits = ops.cross_entropy(logits.copy(), np.array([0, stray]), 1.0, Arena())
@@ -98,7 +99,7 @@ def check_stray_target(kernels: Kernels) -> None:
 
 def check_ignored_rows(kernels: Kernels) -> None:
     """A row that does not count has loss and gradient 0, even if its logits are not finite."""
-    ops, targets = bodies.cuda(kernels), np.array([IGNORED, 1, IGNORED])
+    ops, targets = cuda_ops(kernels), np.array([IGNORED, 1, IGNORED])
     logits = np.array([[1, 2], [0, 0], [np.nan, np.inf]], np.float32)
     assert_close(ops.cross_entropy_loss(logits, targets, Arena()), np.log(2), "float32")
     assert int(ops.count_correct(logits, targets, Arena())) == 0
@@ -117,7 +118,7 @@ def check_split_vocabulary(
     smoothing: float = 0.0,
 ) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
-    ops, x = bodies.cuda(kernels), 3 * numbers(1, m, v)
+    ops, x = cuda_ops(kernels), 3 * numbers(1, m, v)
     x -= np.where(np.arange(m)[:, None] % 2, x.max(1, keepdims=True), 9)  # maxima of 0, and below
     logits = stored(x, dtype)
     targets, cuts = (
@@ -187,7 +188,7 @@ def check_step(kernels: Kernels, name: str, count: int, dtype: str, shifted: boo
     for first in ({}, {"step": 1} if "step" in scalars else {}):
         truth = [values(buffer) for buffer in mine]
         getattr(reference, name)(*truth, arena=None, **(scalars | first))
-        getattr(bodies.cuda(kernels), name)(*mine, arena=Arena(), **(scalars | first))
+        getattr(cuda_ops(kernels), name)(*mine, arena=Arena(), **(scalars | first))
         for a, b in zip(mine, truth, strict=True):
             assert_close(a, b, dtype, name)
 
@@ -196,7 +197,7 @@ def check_mirrored_step(
     kernels: Kernels, name: str, count: int, mirror: str, shifted: bool
 ) -> None:
     """The same step, twice, with a mirror: the same as without one, and parameters rounded to nearest even."""
-    ops = bodies.cuda(kernels)
+    ops = cuda_ops(kernels)
     mine, scalars = step_of(name, count, "float32", shifted)
     alone, rounded = [array.copy() for array in mine], stored(np.zeros(count), mirror, shifted)
     for scale in (0.7, 0.3):  # numbers in device memory are written anew
@@ -223,7 +224,7 @@ def check_runs(
 ) -> None:
     """Runs of several parameter groups: one launch, with the bits of a launch for each run."""
     runs = [GroupRun(*run, *RATES[n % 3]) for n, run in enumerate(RUNS[bounds])]
-    ops, count = bodies.cuda(kernels), runs[-1].stop + 5
+    ops, count = cuda_ops(kernels), runs[-1].stop + 5
     mine, scalars = step_of(name, count, dtype)
     alone, lr = [array.copy() for array in mine], scalars.pop("lr")
     scalars = {**scalars, "arena": Arena()}
@@ -259,7 +260,7 @@ def check_signs(kernels: Kernels) -> None:
     g[::7] = m[::7] = 0
     truth = [values(array) for array in (p, g, m)]
     reference.lion(*truth, 0.7, 0.1, 0.9, 0.99, 0.3, None)
-    bodies.cuda(kernels).lion(p, g, m, 0.7, 0.1, 0.9, 0.99, 0.3, Arena())
+    cuda_ops(kernels).lion(p, g, m, 0.7, 0.1, 0.9, 0.99, 0.3, Arena())
     for one, other in zip((p, g, m), truth, strict=True):
         assert_close(one, other, "float32")
 
@@ -285,7 +286,7 @@ def check_coded_step(
         before = [array.copy() for array in state]
         truth = values(p), values(g)
         reference.adamw8bit(*truth, *before, scale=0.7, step=step, arena=None, **every)
-        bodies.cuda(kernels).adamw8bit(
+        cuda_ops(kernels).adamw8bit(
             p, g, *state, scale=0.7, step=step, arena=Arena(), mirror=rounded, **every
         )
         assert_close(p, truth[0], dtype)
@@ -301,7 +302,7 @@ def check_coded_step(
 
 def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
     """Sum, sum of squares and number of elements that are not finite."""
-    ops, x = bodies.cuda(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
+    ops, x = cuda_ops(kernels), stored(numbers(1, count), dtype, shifted=count % 2 == 1)
     kind = "float64" if dtype == "float64" else "float32"
     assert_close(sum_all(kernels, x, Arena()), values(x).sum(), kind)
     rows = stored(
@@ -319,7 +320,7 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
 
 def check_large_squares(kernels: Kernels) -> None:
     """Squares that float32 has, beyond it and below: an error below 1e-6, and none of ones."""
-    facts = bodies.cuda(kernels).gradient_facts
+    facts = cuda_ops(kernels).gradient_facts
     assert facts(np.ones(100_003, np.float32), Arena())[0] == 100_003
     for size in (1e30, 1e24, 1e18, 1.0, 1e-12, 1e-22, 1e-25):
         x = (size * numbers(1, 10_001)).astype(np.float32)

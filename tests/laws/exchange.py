@@ -6,7 +6,7 @@ import numpy as np
 
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from tests.laws.collectives import DTYPES, everyone, small
 from tests.laws.transport import coded, raises_comm_error
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.machine.backend import Backend, HostBackend
-from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops import OPERATIONS, Ops
+from mpitrain.ops.device import reference_ops
 from mpitrain.ops.table import Operand, Sizes, dims, operands
 from mpitrain.tools.bench.kernels.examples import examples
 
@@ -73,7 +74,7 @@ class OperationLaws:
         for name in self.rows:
             coded = [o.name for o in operands(OPERATIONS[name].operands).takes if o.coded]
             for sizes in SIZES:
-                truth = computed(bodies.reference(), HostBackend(), name, sizes, "float64")
+                truth = computed(reference_ops(), HostBackend(), name, sizes, "float64")
                 for dtype in self.dtypes:
                     tolerance = TOLERANCE[dtype]
                     found = computed(ops, backend, name, sizes, dtype)

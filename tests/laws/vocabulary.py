@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data import IGNORED
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
-from mpitrain.ops import Ops, bodies
+from mpitrain.machine.backend import Arena, Backend
+from mpitrain.ops import Ops
+from mpitrain.ops.device import reference_ops
 
-reference = bodies.reference()
+reference = reference_ops()
 
 PARTS = (1, 2, 3, 7)
 ROUNDING = {

@@ -23,7 +23,7 @@ import numpy as np
 
 from mpitrain.collectives.engine.executor import Combine, by_numpy
 from mpitrain.errors import ConfigError
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import Device
 

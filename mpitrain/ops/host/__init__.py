@@ -5,6 +5,6 @@ buffers. The operations after a product run while its block of rows is in cache.
 copy: BLAS reads strided views.
 """
 
-from mpitrain.ops.host import attention, layers, loss, steps
+from mpitrain.ops.host import attention, layers, steps
 
-__all__ = ["attention", "layers", "loss", "steps"]
+__all__ = ["attention", "layers", "steps"]

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_info
 
 from mpitrain.machine import process
 from mpitrain.machine.backend import has_memory, host_address
-from mpitrain.machine.blas_kernels import in_use, mkl_file
+from mpitrain.machine.blas_kernels import mkl_file
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 Pair = tuple[int, int]
@@ -77,7 +77,7 @@ def installed_mkl() -> dict[np.dtype, Callable]:
 
 
 def multiplier() -> str:
-    return "MKL" if mkl() else f"NumPy {in_use()[1]}".strip()
+    return "MKL" if mkl() else f"NumPy {process.blas_kernels()}".strip()
 
 
 @cache

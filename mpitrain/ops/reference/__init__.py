@@ -29,7 +29,7 @@ pending     the second result of an input half of a backward; the weight halves 
 derivative of the activation.
 """
 
-from mpitrain.ops.reference import attention, experts, layers, loss, steps
+from mpitrain.ops.reference import attention, experts, layers, steps
 from mpitrain.ops.table import ROWS
 
-__all__ = ["ROWS", "attention", "experts", "layers", "loss", "steps"]
+__all__ = ["ROWS", "attention", "experts", "layers", "steps"]

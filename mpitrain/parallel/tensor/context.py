@@ -25,8 +25,7 @@ from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights, WholeRows
 from mpitrain.layers.plain import Attention
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.ops.reference.attention import Seen
 
 Pairs = Iterable[tuple[Any, Any]]

@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import ALL_ROWS, Draw, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.plain import Attention, Plain
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses, all_tokens
 from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded, VocabParallelCrossEntropy

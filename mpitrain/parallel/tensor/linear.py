@@ -37,7 +37,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Draw, Fusion, Now, Weights, WholeRows
 from mpitrain.layers.plain import Linear, Plain
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 
 
 class ColumnParallelLinear(Linear):

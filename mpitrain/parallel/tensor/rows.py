@@ -43,8 +43,7 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.layers.base import Now, WholeRows, flat_rows
 from mpitrain.layers.recomputed import input_of, with_input
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.ops import Ops
 
 

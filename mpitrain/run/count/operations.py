@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands, terms

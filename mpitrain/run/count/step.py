@@ -22,11 +22,10 @@ from mpitrain.data import zeros
 from mpitrain.errors import ConfigError, MpitrainError, gigabytes
 from mpitrain.layers.base import Gradients, Loss, Now, Weights
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, DeviceBackend
+from mpitrain.machine.backend import Arena, Backend, DeviceBackend
 from mpitrain.models.table import MODELS
-from mpitrain.ops import Ops, bodies
-from mpitrain.ops.device import Device
+from mpitrain.ops import Ops
+from mpitrain.ops.device import Device, cuda_ops
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import SERIAL, Plan, plan_of
@@ -333,7 +332,7 @@ def _leasing(device: Device) -> Ops:
     if device.kernels is None or device.multiply is None:
         return device.ops
     unlaunched: Any = Unlaunched(device.kernels)
-    return bodies.cuda(unlaunched, device.multiply, device.backend, device.tensor_cores)
+    return cuda_ops(unlaunched, device.multiply, device.backend, device.tensor_cores)
 
 
 def check_activations(job: Job, room: Room, rank: int) -> StepCounts:

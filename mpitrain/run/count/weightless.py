@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.machine.arena import Lease, Maker
-from mpitrain.machine.backend import WithoutMemory
+from mpitrain.machine.backend import Lease, Maker, WithoutMemory
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ import pytest
 from mpitrain.cli.compare import ALONE, TrainingJob
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.machine import arena
+from mpitrain.machine import backend
 from mpitrain.run.build import build
 from mpitrain.tools.bench.comparison.compare import compare
 from mpitrain.tools.bench.comparison.formulas import words_of
@@ -258,7 +258,7 @@ def allocated(ranks, *settings):
         transport.barrier()
         if transport.rank == 0:
             of_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-            filters = of_numpy, tracemalloc.Filter(False, arena.__file__)
+            filters = of_numpy, tracemalloc.Filter(False, backend.__file__)
             traces = tracemalloc.take_snapshot().filter_traces(filters).traces
             found.append(sum(trace.size for trace in traces if trace.size >= 1024))
         transport.barrier()

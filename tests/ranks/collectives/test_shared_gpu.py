@@ -14,8 +14,7 @@ from mpitrain.collectives.selection.cost_model import choose
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine import cuda
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import on_device
+from mpitrain.machine.backend import Arena, on_device
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.agreement import ending_together
 from mpitrain.transport.device import Staged

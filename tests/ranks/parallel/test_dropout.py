@@ -9,8 +9,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, normal
 from mpitrain.layers.dropout import Dropout
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import has_memory
+from mpitrain.machine.backend import Arena, has_memory
 from mpitrain.run.build import build
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks

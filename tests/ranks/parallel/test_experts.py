@@ -12,9 +12,8 @@ from mpitrain.data import IGNORED
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import READING, Now
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena, HostBackend
+from mpitrain.ops.device import host_ops
 from mpitrain.ops.host import experts as host
 from mpitrain.ops.reference.experts import choose
 from mpitrain.run.build import build
@@ -154,7 +153,7 @@ def test_a_layer_sends_what_the_formula_says_of_its_loads():
 
     def sent(transport):
         group = Group(transport, "pairwise")
-        plain = Plain(bodies.host(), Model(experts=experts), ep=group)
+        plain = Plain(host_ops(), Model(experts=experts), ep=group)
         layer = plain.experts(width, 5, draw, draw, is_gated=True)
         weights, *_ = placed(layer, HostBackend())
         own = {name: {"weight": weights[name]["weight"][: experts // n]} for name in ("up", "down")}
@@ -270,7 +269,7 @@ def test_a_report_has_the_imbalance_of_the_experts_and_what_they_dropped(tmp_pat
 
 def test_no_token_is_dropped_outside_of_training():
     """The output for a row does not depend on the others; in training an expert takes at least one token."""
-    layer = Plain(bodies.host(), Model(experts=4, capacity=0.5)).experts(6, 5, draw, draw)
+    layer = Plain(host_ops(), Model(experts=4, capacity=0.5)).experts(6, 5, draw, draw)
     weights, *_ = placed(layer, HostBackend())
     x = np.random.default_rng(3).standard_normal((1, 8, 6))
     for length in (1, 8):

@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.run.build import build
 from mpitrain.run.job import axes

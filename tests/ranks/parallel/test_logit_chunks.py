@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.run.build import build
 from mpitrain.run.inference import reader as reader_of
 from mpitrain.transport.threads import run_ranks

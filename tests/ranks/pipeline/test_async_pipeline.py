@@ -11,8 +11,8 @@ from operator import attrgetter
 import numpy as np
 import pytest
 
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import host_ops
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline.partition import cut
@@ -25,7 +25,7 @@ from mpitrain.transport.threads import run_ranks
 from tests.saving import save
 from tests.training import configured
 
-host = bodies.host()
+host = host_ops()
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 6, 13  # ragged, whatever it is divided by

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.pipeline.pipeline import Channel, execute
 from mpitrain.pipeline.schedules import (
     SCHEDULES,

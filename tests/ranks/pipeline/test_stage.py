@@ -8,16 +8,16 @@ import pytest
 
 from mpitrain.layers.base import READING, Unit, backward, normal
 from mpitrain.layers.plain import Plain, Residual, Sequential
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import bodies
+from mpitrain.ops.device import host_ops
 from mpitrain.pipeline.pipeline import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.training import configured
 from tests.unit.placing import place
 
-host = bodies.host()
+host = host_ops()
 
 MICRO_BATCHES = 3
 SMALL = [

@@ -15,7 +15,7 @@ from mpitrain.cli.plan.jobs import plan_batch as plan
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, normal
-from mpitrain.machine.arena import HostMemory
+from mpitrain.machine.backend import HostMemory
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.job import agree_on
@@ -131,7 +131,7 @@ def test_out_of_memory_on_one_rank_is_the_answer_of_all(monkeypatch):
             self.synchronize = backend.synchronize
 
         def arena(self):
-            from mpitrain.machine.arena import Arena
+            from mpitrain.machine.backend import Arena
 
             return Arena(Small())
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mpitrain.collectives.group import BoundBuffer
-from mpitrain.machine.arena import Lease
+from mpitrain.machine.backend import Lease
 from mpitrain.run.loop import Run
 from tests.runs import go
 from tests.training import TINY

@@ -7,8 +7,8 @@ import pytest
 
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 from mpitrain.layers.plain import LOSSES
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import host_ops, reference_ops
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests import training
@@ -138,7 +138,7 @@ def test_losses_and_gradients_are_those_of_pytorch(loss):
             right if loss == "cross-entropy" else right[counted],
         )
         truth.backward()
-        for ops in (bodies.host(), bodies.reference()):
+        for ops in (host_ops(), reference_ops()):
             made = LOSSES[loss].make(ops, 0.3)
             value, gradient = made.gradient(logits.copy(), targets, 1 / count, Arena())
             assert abs(value / count - truth.item()) <= 1e-12

@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.machine.backend import HostBackend
 from mpitrain.models.table import MODELS
-from mpitrain.ops import bodies
+from mpitrain.ops.device import host_ops
 from mpitrain.parallel import modes
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replica import Replica
@@ -79,7 +79,7 @@ def test_a_model_learns_from_a_source():
 def test_an_operation_is_the_base_of_an_optimizer():
     """Its step at twice the learning rate is that of gradient descent without decay."""
     for law in laws_of(OperationLaws):
-        getattr(OperationLaws(), law)(bodies.host(), HostBackend())
+        getattr(OperationLaws(), law)(host_ops(), HostBackend())
     small = [*TINY, "precision.compute=float64", "optimizer.lr=0.01"]
     others = ["optimizer.name=sgd", "optimizer.weight_decay=0", "optimizer.lr=0.005"]
     halved = curves(2, *small, "optimizer.name=toy-sgd", "replication.zero=1")

@@ -16,7 +16,7 @@ from mpitrain.cli import commands
 from mpitrain.cli.session import mpi_session
 from mpitrain.layers.base import READING, Unit
 from mpitrain.machine import process
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.pipeline.pipeline import Stage
 from mpitrain.run.run_dir import configuration

@@ -8,14 +8,14 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import FOLDER
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda.attention import FORMS, Asked, choose, parts_of
+from mpitrain.ops.device import cuda_ops, host_ops, reference_ops
 from tests.cases.hopper import of_few
 from tests.cases.numbers import assert_close, numbers, values
 from tests.cases.packed import Packed
 
-HOST = bodies.reference()
+HOST = reference_ops()
 ASKED = Asked(
     is_half=True, is_split=False, head=64, drops=False, in_chunks=True, wgmma=True, capability=90
 )
@@ -53,12 +53,12 @@ def test_the_values_are_those_of_mma_sync_within_one_rounding(d):
     """Of the result, and of the weights, which either kernel rounds beside another largest score."""
     kernels, arena = Kernels(Simulator(checked=True)), Arena()
     qkv, dy = (numbers(n, 1, 200, n * d).astype(ml_dtypes.bfloat16) for n in (6, 2))
-    ways = [Packed(bodies.cuda(kernels, tensor_cores=way)) for way in ("wgmma", "mma")]
+    ways = [Packed(cuda_ops(kernels, tensor_cores=way)) for way in ("wgmma", "mma")]
     (ours, our_saved), (theirs, saved) = (ops.attention(qkv, 2, arena) for ops in ways)
     ours, theirs = values(ours), values(theirs)
     sizes = qkv.copy()
     sizes[..., 4 * d :] = np.abs(qkv[..., 4 * d :])
-    weighed = Packed(bodies.host()).attention(values(sizes), 2, Arena())[0]
+    weighed = Packed(host_ops()).attention(values(sizes), 2, Arena())[0]
     assert (np.abs(ours - theirs) <= steps(theirs) + weighed * 2.0**-8).all()
     assert (ours == theirs).mean() > 0.6
     assert_close(our_saved[2][3], saved[2][3], "float32", "log sums")
@@ -80,7 +80,7 @@ def test_a_repeated_run_has_the_same_bits_in_any_order():
     for order in ("forward", "reverse", "random"):
         kernels, arena = Kernels(Simulator(checked=True, order=order)), Arena()
         with of_few(kernels, 2):
-            ops = Packed(bodies.cuda(kernels, tensor_cores="wgmma"))
+            ops = Packed(cuda_ops(kernels, tensor_cores="wgmma"))
             y, saved = ops.attention(qkv, 1, arena)
             found.add((y.tobytes(), ops.attention_backward(dy, saved, arena).tobytes()))
     assert len(found) == 1
@@ -187,7 +187,7 @@ def test_a_mistake_in_the_kernels_is_noticed(mistake, tmp_path):
 
 def said_of(kernels: Kernels, qkv: np.ndarray, dy: np.ndarray) -> str:
     """What came of the kernels: "", "wrong", or the text of the error."""
-    ops, truth, arena = Packed(bodies.cuda(kernels, tensor_cores="wgmma")), Packed(HOST), Arena()
+    ops, truth, arena = Packed(cuda_ops(kernels, tensor_cores="wgmma")), Packed(HOST), Arena()
     true_y, true_saved = truth.attention(values(qkv), 1, None)
     try:
         with of_few(kernels, 1):

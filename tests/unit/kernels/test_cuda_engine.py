@@ -19,10 +19,10 @@ from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.source import package_sources
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import TENSOR_TILES, TILES, FastestTile, MeasuredTiles, Tiling
+from mpitrain.ops.device import cuda_ops
 from mpitrain.transport.threads import run_ranks
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.fakes.cupy import ATTRIBUTES
@@ -544,7 +544,7 @@ def test_shared_memory_above_48_kib_is_asked_for_first():
 
 def test_a_kernel_with_blocks_of_two_sizes_keeps_the_larger_shared_memory():
     cupy = RememberingCupy()
-    ops, targets = bodies.cuda(Kernels(CudaEngine(cupy))), there(1, dtype=np.int64)
+    ops, targets = cuda_ops(Kernels(CudaEngine(cupy))), there(1, dtype=np.int64)
     for vocabulary in (100_000, 50_257, 100_000):
         logits = there(1, vocabulary, dtype=ml_dtypes.bfloat16)
         ops.cross_entropy(logits, targets, 1.0, OnDeviceArena(Arena()))
@@ -594,12 +594,13 @@ def test_static_and_dynamic_shared_memory_share_48_kib(source, kernel, dynamic):
     kernels, arena = Kernels(CudaEngine(cupy)), Arena()
     if source == "layer_norm":
         x, gain, saved = there(2, 3072), there(3072), there(2)
-        cuda_ops = bodies.cuda(kernels)
-        cuda_ops.layer_norm_backward_input(x, gain, (x, saved, saved), OnDeviceArena(arena))
+        cuda_ops(kernels).layer_norm_backward_input(
+            x, gain, (x, saved, saved), OnDeviceArena(arena)
+        )
     else:
         logits = stored(np.ones((2, 24576)), "bfloat16").view(OnDevice)
         targets = there(2, dtype=np.int64)
-        bodies.cuda(kernels).cross_entropy(logits, targets, 1.0, OnDeviceArena(arena))
+        cuda_ops(kernels).cross_entropy(logits, targets, 1.0, OnDeviceArena(arena))
     assert cupy.kernels[kernel].asked == [dynamic]
 
 

@@ -9,7 +9,7 @@ import pytest
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import (
     HOPPER_TILES,

@@ -11,10 +11,9 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import READING, backward
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
+from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import bodies
+from mpitrain.ops.device import cuda_ops
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.regions import Piece
 from mpitrain.run.count.operations import Unlaunched
@@ -53,7 +52,7 @@ class Noted(Unlaunched):
 def step(compute, micro_batches=1):
     """The launches of a step by kernel: forward, loss, backward, statistics of the gradient, update."""
     kernels, memory = Noted(), WeightlessMemory(WeightlessForKernels)
-    ops, arena = bodies.cuda(kernels), Arena(memory)
+    ops, arena = cuda_ops(kernels), Arena(memory)
     units = gpt(
         Plain(ops), vocab=VOCABULARY, context=CONTEXT, width=768, heads=12, depth=12, tied=True
     )

@@ -10,14 +10,12 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.layers.base import READING
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import SimulatorBackend
+from mpitrain.machine.backend import Arena, SimulatorBackend
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import bodies
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.tiles import MeasuredTiles
-from mpitrain.ops.device import ops_for
+from mpitrain.ops.device import cuda_ops, ops_for
 from tests.cases.numbers import numbers
 from tests.fakes import cupy, gpu
 from tests.laws.layers import LAWS_OF_BITS, LayerLaws, blocks
@@ -45,7 +43,7 @@ def test_layers_on_hopper_s_warpgroups_obey(law, monkeypatch):
         return launch(name, grid, *rest, **more)
 
     monkeypatch.setattr(kernels, "launch", noted)
-    ops = bodies.cuda(kernels, partial(product.gemm, table=table), tensor_cores="wgmma")
+    ops = cuda_ops(kernels, partial(product.gemm, table=table), tensor_cores="wgmma")
     laws = LayerLaws(blocks, 64, np.dtype("bfloat16"))
     getattr(laws, law)(Plain(ops), SimulatorBackend())
     of_hopper = {name for name in names if "hopper" in name}
@@ -58,7 +56,7 @@ def test_parts_of_a_vocabulary_on_arrays_that_are_not_numpy_s_obey(law, monkeypa
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
-    getattr(VocabularyLaws(), law)(bodies.cuda(gpu.kernels()), CudaBackend())
+    getattr(VocabularyLaws(), law)(cuda_ops(gpu.kernels()), CudaBackend())
     assert cupy.faults == []
 
 
@@ -69,7 +67,7 @@ def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
     backend = CudaBackend()
-    ops = bodies.cuda(gpu.kernels(), backend=backend)
+    ops = cuda_ops(gpu.kernels(), backend=backend)
     getattr(LayerLaws(), law)(Plain(ops, backend=backend), backend)
     assert cupy.faults == []
 
@@ -83,7 +81,7 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
         "launch",
         lambda name, *rest, **more: (names.append(name), launch(name, *rest, **more)),
     )
-    units = gpt(Plain(bodies.cuda(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
+    units = gpt(Plain(cuda_ops(kernels)), vocab=7, context=6, width=8, heads=2, depth=1)[1:3]
     weights, gradients, _, _ = place(units, 1, np.float32)
     found = {}
 

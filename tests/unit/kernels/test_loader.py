@@ -12,8 +12,9 @@ from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import compiling
-from mpitrain.ops import bodies
+from mpitrain.ops import OPERATIONS
 from mpitrain.ops.cuda import wire
+from mpitrain.ops.device import cuda_ops
 from tests.cases import launches
 
 HERE = Path(__file__).parent
@@ -208,7 +209,7 @@ def test_cached_launches_take_at_most_twelve_calls(monkeypatch):
     """Of every operation on kernels, and of what all-reduces do to chunks."""
     kernels = Kernels(launches.Nothing(takes_plain=True))
     made = launches.operations(kernels)
-    named = {name for name in vars(bodies.cuda(kernels)) if bodies.OPERATIONS[name].launches}
+    named = {name for name in vars(cuda_ops(kernels)) if OPERATIONS[name].launches}
     assert made.keys() == {*named, *WIRE, "top_k"}
     for run in made.values():
         run()

@@ -10,7 +10,7 @@ from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.source import package_sources
 from mpitrain.ops.cuda.attention import choose
 from mpitrain.ops.cuda.launches import SHARED
-from mpitrain.ops.cuda.loss import row_threads
+from mpitrain.ops.cuda.layers import row_threads
 from mpitrain.ops.cuda.tiles import (
     FLOAT_TILES,
     TENSOR_TILES,

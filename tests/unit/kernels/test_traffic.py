@@ -7,12 +7,13 @@ import pytest
 from mpitrain import config
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import OPERATIONS, bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops import OPERATIONS
 from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.attention import CAUSAL
 from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
+from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands
 from mpitrain.optim import RULES
@@ -33,7 +34,7 @@ def moved(kernel: str, call) -> LaunchTraffic:
     """What the only launch of a kernel has moved, of those that `call` makes through the operations it is given."""
     (found,) = (
         launch
-        for launch in traffic(lambda kernels: call(bodies.cuda(kernels)))
+        for launch in traffic(lambda kernels: call(cuda_ops(kernels)))
         if launch.kernel == kernel
     )
     return found
@@ -140,7 +141,7 @@ def ones(dtype: str, *shape: int) -> np.ndarray:
 
 def steps(kernels: Kernels, dtype: str) -> None:
     """Every optimizer that steps each element by itself, with a mirror where elements are of 16 bits."""
-    ops, mirror = bodies.cuda(kernels), None if dtype == "float32" else ones(dtype)
+    ops, mirror = cuda_ops(kernels), None if dtype == "float32" else ones(dtype)
     update = Update(config.Optimizer(), ops, Arena(), 1.0, 0.1, 1)
     every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
     for rule in (rule for rule in RULES.values() if isinstance(rule.step, ElementWise)):
@@ -151,13 +152,13 @@ def steps(kernels: Kernels, dtype: str) -> None:
 
 def totals(kernels: Kernels, dtype: str) -> None:
     """Of squares, and of elements."""
-    bodies.cuda(kernels).gradient_facts(ones(dtype), Arena())
+    cuda_ops(kernels).gradient_facts(ones(dtype), Arena())
     sum_all(kernels, ones(dtype), Arena())
 
 
 def pointwise(kernels: Kernels, dtype: str) -> None:
     """Activations and sums."""
-    ops = bodies.cuda(kernels)
+    ops = cuda_ops(kernels)
     ops.relu_backward(ones(dtype), ops.relu(ones(dtype), Arena())[1], Arena())
     ops.add(ones(dtype), ones(dtype), ones(dtype), Arena())
     ops.weighted_sum(ones(dtype), 0.5, ones(dtype), 0.5, ones(dtype), Arena())
@@ -185,7 +186,7 @@ def coded(kernels: Kernels, dtype: str) -> None:
 
 def embeddings(kernels: Kernels, dtype: str) -> None:
     """An embedding, and gradients of its tables in float32."""
-    ops, dx = bodies.cuda(kernels), ones(dtype, 2, 5, 40)
+    ops, dx = cuda_ops(kernels), ones(dtype, 2, 5, 40)
     _, saved = ops.embedding(
         np.arange(10).reshape(2, 5), ones(dtype, 37, 40), ones(dtype, 6, 40), Arena()
     )
@@ -200,7 +201,7 @@ def columns(kernels: Kernels, dtype: str) -> None:
 
 def norms(kernels: Kernels, dtype: str) -> None:
     """LayerNorm."""
-    ops, x, gain = bodies.cuda(kernels), ones(dtype, 9, 40), ones(dtype, 40)
+    ops, x, gain = cuda_ops(kernels), ones(dtype, 9, 40), ones(dtype, 40)
     ops.layer_norm_backward_input(
         x, gain, ops.layer_norm(x, gain, gain.copy(), 1e-5, Arena())[1], Arena()
     )
@@ -208,7 +209,7 @@ def norms(kernels: Kernels, dtype: str) -> None:
 
 def combined(kernels: Kernels, dtype: str) -> None:
     """The epilogue of a product that a library makes."""
-    ops = bodies.cuda(kernels, product.chosen("library"))
+    ops = cuda_ops(kernels, product.chosen("library"))
     ops.linear(ones(dtype, 9, 16), ones(dtype, 40, 16), ones(dtype, 40), Arena())
 
 
@@ -312,7 +313,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
     private = "numbers", "rotations", "maps", "m_scales", "v_scales"
     again = "choose", "count_choices"
     launches: list[LaunchTraffic] = []
-    ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
+    ops = cuda_ops(Kernels(Simulator(checked=True, traffic=launches)))
     arguments, exact = examples(ops, sizes, draw, Arena()), set()
     for name, row in OPERATIONS.items():
         given, line = arguments(name), operands(row.operands)

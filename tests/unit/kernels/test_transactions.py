@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mpitrain.cli.bench.collectives import command
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.tiles import FLOAT_TILES, TENSOR_TILES, TILES, Tiling
 from mpitrain.ops.cuda.wire import top_k

@@ -7,13 +7,12 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import READING, Now
 from mpitrain.layers.dropout import Dropped
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
-from mpitrain.ops.device import ops_for
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import host_ops, ops_for
 from mpitrain.ops.random_bits import LEVELS, RandomBits, scale, threshold
 from mpitrain.ops.reference.layers import random_bits
 
-HOST = bodies.host()
+HOST = host_ops()
 KEY = (7, 3)
 
 

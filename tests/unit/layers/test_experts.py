@@ -6,15 +6,14 @@ import pytest
 from mpitrain.config import Model
 from mpitrain.layers.base import Now
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena, HostBackend
+from mpitrain.ops.device import host_ops
 from mpitrain.ops.reference.experts import count_choices, permute
 from tests.laws.layers import draw, placed
 
 
 def layer_of(width=6, hidden=5, **keys):
-    plain = Plain(bodies.host(), Model(experts=4, **keys))
+    plain = Plain(host_ops(), Model(experts=4, **keys))
     return plain.experts(width, hidden, draw, draw, is_gated=True)
 
 

@@ -6,15 +6,14 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import READING, Unit, normal
 from mpitrain.layers.plain import Norm, Plain, Residual, Sequential
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
+from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import bodies
+from mpitrain.ops.device import host_ops, reference_ops
 from tests.laws.layers import LayerLaws
 from tests.laws.transport import laws_of
 from tests.unit.placing import place, run
 
-host, reference = bodies.host(), bodies.reference()
+host, reference = host_ops(), reference_ops()
 
 SMALL = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
 

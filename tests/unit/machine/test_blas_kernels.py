@@ -82,7 +82,7 @@ def test_a_machine_is_measured_once_unless_a_user_or_a_run_has_chosen(
 ):
     metrics = tmp_path / "metrics.jsonl"
     for recorded in ("", "SkylakeX"):
-        start = {"event": "start", "blas_kernels": [blas_kernels.in_use()[0], recorded]}
+        start = {"event": "start", "blas_kernels": [process.processor().label, recorded]}
         metrics.write_text(json.dumps(start) + "\n{}\n")
         blas_kernels.choose(lambda: blas_kernels.recorded_in(metrics))
         assert chosen() == recorded and not machine
@@ -109,7 +109,7 @@ def test_where_mkl_is_installed_it_is_measured_too_and_a_resume_keeps_the_choice
     assert chosen() == ""
     assert blas_kernels.measured() == Measured("", {AVX2: 0.667, MKL: 0.5})
     blas_kernels.choose(lambda: MKL)
-    assert blas_kernels.in_use()[1] == chosen() == MKL
+    assert process.blas_kernels() == chosen() == MKL
     monkeypatch.setattr(blas_kernels, "mkl_file", lambda: None)
     blas_kernels.choose(lambda: MKL)
     assert chosen() == ""

@@ -11,10 +11,9 @@ from mpitrain.collectives.engine.arithmetic import HOST, arithmetic_of
 from mpitrain.config import Device as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.cuda import CudaEngine
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.machine.process import KINDS
-from mpitrain.ops import bodies
-from mpitrain.ops.device import BACKENDS, KERNELS, device_for, ops_for
+from mpitrain.ops.device import BACKENDS, KERNELS, device_for, host_ops, ops_for
 from tests.fakes import cupy
 from tests.processes import run
 
@@ -35,14 +34,14 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     device = device_for("cpu", "library", "no such table of tiles")
     assert device.kernels is device.multiply is None
-    numpy_s = vars(bodies.host())
+    numpy_s = vars(host_ops())
     for ops in (device.ops, ops_for("cpu")):
         # Forwards of attention are made anew for a value of memory.attention.
         others = {name for name, run in vars(ops).items() if run is not numpy_s[name]}
         assert others == {"attention", "attention_dropout", "attention_part"}
     half = ops_for("cpu", compute="bfloat16")
     (rounded, _), (exact, _) = (
-        ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, bodies.host())
+        ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host_ops())
     )
     assert rounded == 1 < exact, "layers of one's own round in half precision, too"
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()

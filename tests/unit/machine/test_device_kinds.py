@@ -10,7 +10,7 @@ import pytest
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.machine import compiling, process
-from mpitrain.machine.arena import size_class
+from mpitrain.machine.backend import size_class
 from mpitrain.ops import device as devices
 from mpitrain.ops.device import backend_for
 from mpitrain.run.job import agree_on

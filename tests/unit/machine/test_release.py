@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.machine.arena import SLAB
+from mpitrain.machine.backend import SLAB
 from mpitrain.ops.device import backend_for
 from tests.fakes import cupy
 

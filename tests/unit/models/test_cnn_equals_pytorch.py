@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.models.classifiers import cnn
-from mpitrain.ops import bodies
-from mpitrain.ops.device import ops_for
+from mpitrain.ops.device import host_ops, ops_for
 from mpitrain.ops.host import layers
 from tests.cases.numbers import numbers
 from tests.unit.placing import place, run
 
 torch = pytest.importorskip("torch")
-host = bodies.host()
+host = host_ops()
 TINY = 1e-12
 
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import bodies
+from mpitrain.ops.device import host_ops
 from tests.unit.placing import place, run
 
-host = bodies.host()
+host = host_ops()
 
 torch = pytest.importorskip("torch")
 torch_gpt = pytest.importorskip(

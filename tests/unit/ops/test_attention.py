@@ -8,11 +8,9 @@ import pytest
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import TokenShare
-from mpitrain.machine.arena import Arena, padded
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import OPERATIONS, bodies
-from mpitrain.ops.bodies import rounded
-from mpitrain.ops.device import device_for
+from mpitrain.machine.backend import Arena, HostBackend, padded
+from mpitrain.ops import OPERATIONS
+from mpitrain.ops.device import device_for, host_ops, reference_ops, rounded
 from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
@@ -26,7 +24,7 @@ from tests.laws.operations import TOLERANCE, OperationLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
 
-reference = bodies.reference()
+reference = reference_ops()
 SHAPES = [
     (1, 1, 1, 1),
     (0, 5, 2, 3),
@@ -95,7 +93,7 @@ def assert_equals_the_definition(forward, qkv, dy, heads, tolerance, **shape):
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_with_each_attention_obey(law, name, own):
     rows = [row for row in OPERATIONS if "attention" in row]
-    getattr(OperationLaws(rows), law)(bodies.host(name, own.split()[0]), HostBackend())
+    getattr(OperationLaws(rows), law)(host_ops(name, own.split()[0]), HostBackend())
 
 
 @pytest.mark.product
@@ -146,7 +144,7 @@ def test_a_soft_cap_and_a_scale_equal_the_definition(cap, drops, passes):
 @pytest.mark.parametrize("body", ["reference", "numpy", "compiled"])
 def test_the_ranks_of_a_ring_compute_attention_over_whole_rows(body, ring, monkeypatch):
     monkeypatch.setattr(attention_tiled, "tile_for", lambda width: TileLimits(16, 24))
-    check_ring(reference if body == "reference" else bodies.host("whole", body), *ring)
+    check_ring(reference if body == "reference" else host_ops("whole", body), *ring)
 
 
 def test_the_ranks_of_a_ring_have_equal_work(monkeypatch):
@@ -154,7 +152,7 @@ def test_the_ranks_of_a_ring_have_equal_work(monkeypatch):
     for rank in range(3):
         monkeypatch.setattr(attention_tiled, "np", counting := Counting())
         q, kv, dy = (drawn(n, 1, 6 * 37, n * 8) for n in (1, 2, 1))
-        of_rank(bodies.host("tiled"), TokenShare(rank, 3, True), q, kv, dy, 2, None)
+        of_rank(host_ops("tiled"), TokenShare(rank, 3, True), q, kv, dy, 2, None)
         counts.append(counting.multiplications)
     assert counts[0] == counts[1] == counts[2] > 0
 
@@ -270,7 +268,7 @@ def test_auto_takes_tiles_from_a_number_of_tokens_on():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_in_half_precision_have_rounded_results(dtype):
     qkv, dy = drawn(1, 1, 70, 3 * 16, dtype="float32"), drawn(2, 1, 70, 16, dtype="float32")
-    half, full = Packed(rounded(dtype, "tiled").ops), Packed(bodies.host("tiled"))
+    half, full = Packed(rounded(dtype, "tiled").ops), Packed(host_ops("tiled"))
     y, saved = half.attention(qkv, 2, Arena())
     exact, _ = full.attention(qkv, 2, Arena())
     assert saved[2].y is y and not np.array_equal(y, exact)

@@ -7,10 +7,8 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine import compiling
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
-from mpitrain.ops.device import device_for
+from mpitrain.machine.backend import Arena, HostBackend
+from mpitrain.ops.device import device_for, host_ops, reference_ops
 from mpitrain.ops.host import compiled
 from mpitrain.run.job import agree_on
 from mpitrain.transport.threads import run_ranks
@@ -20,12 +18,12 @@ from tests.training import configured
 
 pytestmark = pytest.mark.compile
 
-host = bodies.host()
+host = host_ops()
 
 
 @pytest.fixture(scope="module")
 def ops():
-    return bodies.host(passes="compiled")
+    return host_ops(passes="compiled")
 
 
 def drawn(seed, *shape, dtype="f4"):
@@ -67,7 +65,7 @@ def test_gelu_reaches_its_limits_and_passes_nan_on(ops):
     assert np.isnan(y[0, -1]) and np.isnan(slope[0, -1])
     dense = np.linspace(-12, 12, 100_001, dtype="f4").reshape(1, -1)
     wide = dense.astype("f8")
-    true_y, _ = bodies.reference().gelu(wide, None)
+    true_y, _ = reference_ops().gelu(wide, None)
     assert np.abs(ops.gelu(dense.copy(), Arena())[0] - true_y).max() <= 2e-6
     assert np.abs(ops.gelu(wide.copy(), Arena())[0] - true_y).max() <= 4e-15
 

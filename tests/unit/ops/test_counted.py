@@ -5,12 +5,10 @@ import pytest
 
 from mpitrain.layers.base import Unit, backward, normal
 from mpitrain.layers.plain import Plain, Sequential
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import has_memory
-from mpitrain.ops import OPERATIONS, bodies
-from mpitrain.ops.bodies import rounded
+from mpitrain.machine.backend import Arena, has_memory
+from mpitrain.ops import OPERATIONS
 from mpitrain.ops.cuda import product
-from mpitrain.ops.device import simulated
+from mpitrain.ops.device import cuda_ops, host_ops, rounded, simulated
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.run.count.operations import Count, Unlaunched, counted, sizes_of
 from mpitrain.run.count.weightless import Weightless, WeightlessForKernels, WeightlessMemory
@@ -24,8 +22,8 @@ def bodies_of(name):
     """The operations of a backend, and the same ones on arrays without memory."""
     if name == "kernels":
         kernels = simulated()
-        return bodies.cuda(kernels), bodies.cuda(Unlaunched(kernels), product.gemm)
-    ops = bodies.host() if name == "host" else rounded(name).ops
+        return cuda_ops(kernels), cuda_ops(Unlaunched(kernels), product.gemm)
+    ops = host_ops() if name == "host" else rounded(name).ops
     return ops, ops
 
 
@@ -102,7 +100,7 @@ def without_memory(tree, memory):
 
 def test_flops_are_those_of_the_products():
     memory, count = WeightlessMemory(), Count()
-    ops, arena = counted(bodies.host(), count), Arena(memory)
+    ops, arena = counted(host_ops(), count), Arena(memory)
     x, w, b = (memory.made(shape, "float32") for shape in ((5, 3), (7, 3), (7,)))
     y, saved = ops.linear(x, w, b, arena)
     assert count.flops == 2 * 5 * 3 * 7 and y.shape == (5, 7)
@@ -190,7 +188,7 @@ def test_an_array_without_memory_takes_none():
 @pytest.mark.parametrize("body", ["host", "bfloat16"])
 def test_later_blocks_and_sequences_lease_as_the_second(body, attention):
     """Arrays of many blocks and sequences: without memory, a loop ends after two rounds."""
-    ops = bodies.host(attention) if body == "host" else rounded(body, attention).ops
+    ops = host_ops(attention) if body == "host" else rounded(body, attention).ops
     memory, count, shape = WeightlessMemory(), Count(), (5, 150, 96)
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     found = []

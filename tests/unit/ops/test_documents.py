@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import host_ops, reference_ops
 from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
 from mpitrain.ops.host.product import TileLimits
@@ -17,7 +17,7 @@ from mpitrain.ops.reference.attention import Seen
 from tests.cases.documents import starts_of
 from tests.cases.packed import Packed
 
-reference = bodies.reference()
+reference = reference_ops()
 HEADS, WIDTH = 2, 3
 # The lengths of the documents of each row.
 ROWS = {
@@ -82,16 +82,16 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile, offset, pas
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize("each", ["one document", "documents"])
 def test_masked_attention_has_the_gradients_of_pytorch(is_causal, each):
-    check_against_pytorch(bodies.host, each, 37, 0 if is_causal else 36, 0)
+    check_against_pytorch(host_ops, each, 37, 0 if is_causal else 36, 0)
 
 
 @pytest.mark.parametrize("passes", ["numpy", "compiled"])
 @pytest.mark.parametrize("window", [1, 2, 5, 31, 36, 37, 40, 2**40])
 @pytest.mark.parametrize("each", ["one document", "documents"])
 def test_attention_within_a_window_has_the_gradients_of_pytorch(each, window, passes):
-    check_against_pytorch(partial(bodies.host, passes=passes), each, 37, 0, window)
+    check_against_pytorch(partial(host_ops, passes=passes), each, 37, 0, window)
     if window in (5, 31):
-        check_against_pytorch(partial(bodies.host, passes=passes), each, 530, 0, 16 * window)
+        check_against_pytorch(partial(host_ops, passes=passes), each, 530, 0, 16 * window)
 
 
 def check_against_pytorch(host, each, length, offset, window):

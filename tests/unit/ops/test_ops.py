@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from mpitrain.data import IGNORED
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena, HostBackend
+from mpitrain.ops.device import host_ops, reference_ops
 from tests.cases.packed import Packed
 from tests.laws.transport import laws_of
 from tests.laws.vocabulary import Split, VocabularyLaws
 
-host, reference = bodies.host(), bodies.reference()
+host, reference = host_ops(), reference_ops()
 
 BODIES = [reference, host]
 STEP = 1e-5

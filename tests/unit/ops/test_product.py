@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.machine import process
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.host import product
 
 LIBRARIES = [

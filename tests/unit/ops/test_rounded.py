@@ -6,9 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
-from mpitrain.ops.bodies import TYPES, rounded
+from mpitrain.machine.backend import Arena
+from mpitrain.ops.device import TYPES, host_ops, rounded
 from mpitrain.parallel.replica import DynamicLossScale, StepResult
 from tests.cases.packed import Packed
 from tests.cases.training import STEPS, step_of
@@ -95,7 +94,7 @@ def test_a_step_is_the_host_s_and_writes_the_mirror_rounded(name):
     ops = rounded("bfloat16").ops
     alone, numbers = step_of(name, 200_003, "float32")
     mine, mirror = [array.copy() for array in alone], np.empty_like(alone[0])
-    getattr(bodies.host(), name)(*alone, arena=Arena(), **numbers)
+    getattr(host_ops(), name)(*alone, arena=Arena(), **numbers)
     getattr(ops, name)(*mine, arena=Arena(), mirror=mirror, **numbers)
     for one, other in zip(alone, mine, strict=True):
         assert np.array_equal(one, other)

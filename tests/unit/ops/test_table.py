@@ -9,11 +9,9 @@ import pytest
 
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import OPERATIONS, Operation, bodies
-from mpitrain.ops.bodies import rounded
-from mpitrain.ops.device import device_for
+from mpitrain.machine.backend import Arena, HostBackend
+from mpitrain.ops import OPERATIONS, Operation
+from mpitrain.ops.device import _refuse, cuda_ops, device_for, host_ops, reference_ops, rounded
 from mpitrain.ops.table import dims, operands
 from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases import launches
@@ -31,16 +29,16 @@ def parameters(function):
 
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_of_the_host_obey(law):
-    getattr(OperationLaws(), law)(bodies.host(), HostBackend())
+    getattr(OperationLaws(), law)(host_ops(), HostBackend())
 
 
 def differences(ops):
     """Rows whose operation is missing, or has other parameters than the definition. A device may refuse a row."""
-    definitions = bodies.reference()
+    definitions = reference_ops()
     return [
         name
         for name in OPERATIONS
-        if getattr(getattr(ops, name, None), "func", None) is not bodies._refuse
+        if getattr(getattr(ops, name, None), "func", None) is not _refuse
         and parameters(getattr(ops, name, lambda: None)) != parameters(getattr(definitions, name))
     ]
 
@@ -48,8 +46,8 @@ def differences(ops):
 @pytest.mark.parametrize(
     "make",
     [
-        bodies.host,
-        lambda: bodies.cuda(KERNELS),
+        host_ops,
+        lambda: cuda_ops(KERNELS),
         lambda: rounded("bfloat16").ops,
         lambda: rounded("float16").ops,
     ],
@@ -74,9 +72,9 @@ def test_the_operands_of_a_row_are_the_parameters_up_to_the_arena():
 
 def test_a_function_of_an_arena_beside_the_operations_is_in_the_table():
     """A body without a row would never be called."""
-    device = vars(bodies.cuda(KERNELS))
+    device = vars(cuda_ops(KERNELS))
     functions = {device[name].func for name, row in OPERATIONS.items() if row.launches}
-    functions |= {*vars(bodies.host()).values(), *vars(bodies.reference()).values()}
+    functions |= {*vars(host_ops()).values(), *vars(reference_ops()).values()}
     for module in {inspect.getmodule(body) for body in functions}:
         for name, found in inspect.getmembers(module, inspect.isfunction):
             is_own = found.__module__ == module.__name__ and name[0] != "_"
@@ -100,7 +98,7 @@ def test_half_precision_rounds_the_operand_that_the_row_names_and_no_other(dtype
         if any(one.after for one in operands(row.operands).takes):
             continue
         truth, found = (
-            computed(ops, HostBackend(), name, PRIME, "float32") for ops in (bodies.host(), half)
+            computed(ops, HostBackend(), name, PRIME, "float32") for ops in (host_ops(), half)
         )
         for operand in truth:
             if operand == row.rounds:
@@ -150,7 +148,7 @@ def test_a_row_s_bytes_are_those_of_its_arrays():
 def test_a_step_without_decay_equals_the_definition(name):
     """The host skips a pass over the parameters then."""
     found = []
-    for ops in (bodies.reference(), bodies.host()):
+    for ops in (reference_ops(), host_ops()):
         arguments = examples(ops, PRIME, lambda one, shape: drawn(one, shape, PRIME), Arena())(name)
         getattr(ops, name)(**(arguments | {"weight_decay": 0.0}))
         found.append(arguments["p"])
@@ -169,14 +167,14 @@ def test_a_row_from_outside_is_computed_and_rounded_as_a_built_in_one(monkeypatc
     half = device_for("cpu", compute="bfloat16").ops.halve(x, Arena())
     np.testing.assert_array_equal(half, np.float32([1, -3]))
     for law in laws_of(OperationLaws):
-        getattr(OperationLaws(["halve"]), law)(bodies.host(), HostBackend())
+        getattr(OperationLaws(["halve"]), law)(host_ops(), HostBackend())
     assert row.nbytes(L=6) == 48
 
 
 def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "halve", Operation("x:L -> y:L", "y", halve))
     with pytest.raises(ConfigError) as caught:
-        bodies.cuda(KERNELS).halve(np.zeros(3), Arena())
+        cuda_ops(KERNELS).halve(np.zeros(3), Arena())
     message = (
         "ConfigError: Devices compute with kernels, but the operation `halve` has none.\n"
         "             Use --device cpu, or give its row in OPERATIONS a body for cuda."
@@ -188,5 +186,5 @@ def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
 def test_a_row_from_outside_may_have_a_body_on_kernels(monkeypatch):
     row = Operation("x:L -> y:L", "y", halve, 1, cuda=lambda *first: first)
     monkeypatch.setitem(OPERATIONS, "halve", row)
-    launcher, x, arena = bodies.cuda(KERNELS).halve(3, None)
+    launcher, x, arena = cuda_ops(KERNELS).halve(3, None)
     assert (launcher.launch, x, arena) == (KERNELS.launch, 3, None)

@@ -10,7 +10,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.product import chosen

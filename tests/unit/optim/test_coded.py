@@ -8,10 +8,9 @@ import pytest
 from mpitrain.config import Optimizer, parse
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import HostBackend
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED, block_count, decode, encode
+from mpitrain.ops.device import host_ops
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim import state_bytes
 from mpitrain.optim.coded import CodedState, is_coded, regions
@@ -164,7 +163,7 @@ def test_steps_follow_those_of_adamw_and_leave_small_tensors_bitwise_equal():
         flat = np.zeros(STORAGE.length, np.float32)
         STORAGE.initialize(flat, 0, HostBackend())
         pieces = [Piece(0, 4192, 0), Piece(4192, STORAGE.length, 4192)]
-        own = OptimizerOfRank(settings, STORAGE, pieces, bodies.host(), HostBackend(), Arena())
+        own = OptimizerOfRank(settings, STORAGE, pieces, host_ops(), HostBackend(), Arena())
         rng = np.random.default_rng(1)
         for step in range(1, 11):
             gradients = rng.standard_normal(STORAGE.length).astype(np.float32)

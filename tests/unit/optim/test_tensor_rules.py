@@ -6,7 +6,7 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.optim import Optimizer
 from mpitrain.optim.rules import is_hidden_matrix

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.pipeline.pipeline import Channel
 from mpitrain.trace.recorder import SILENT
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter, Unit, normal
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import backend_for
 from mpitrain.pipeline.partition import balanced, by_time, cut, explicit, unit_seconds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.machine.blas_kernels import SHAPES
 from mpitrain.ops.host.product import installed_mkl, put_product
 from mpitrain.tools.bench.turns import take_turns

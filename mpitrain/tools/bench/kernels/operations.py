@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops import OPERATIONS, Ops, bodies
+from mpitrain.ops import OPERATIONS, Ops
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.launches import sum_rows
 from mpitrain.ops.cuda.tiles import AttentionGain
-from mpitrain.ops.device import Device, device_for
+from mpitrain.ops.device import Device, device_for, reference_ops
 from mpitrain.ops.table import Operand, operands
 from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.bench.turns import take_turns
@@ -151,7 +151,7 @@ class Calls:
         self._on_device = examples(
             self._ops, sizes, lambda *drawn: self._put(draw(*drawn)), device.arena()
         )
-        self._reference = bodies.reference()
+        self._reference = reference_ops()
         self._on_host = examples(self._reference, sizes, draw, None)
 
     def work(
@@ -300,7 +300,7 @@ def attentions(
     """Yield attention, forward and backward, in these dtypes: if there are none, in float32 and, with
     kernels, also in bfloat16.
     """
-    ops, reference = device.ops, bodies.reference()
+    ops, reference = device.ops, reference_ops()
     arena, backend = device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
     # The causal forward pass has two matrix products, each over half of all pairs of tokens.

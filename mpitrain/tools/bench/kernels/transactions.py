@@ -11,8 +11,9 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, SharedAccess, Simulator
-from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
+from mpitrain.machine.backend import Arena
+from mpitrain.ops import OPERATIONS
+from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.table import Operand
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import ElementWise
@@ -55,7 +56,7 @@ STEP = (
 def updates() -> list[str]:
     """Return the operations of optimizers that step each element by itself, on float32."""
     steps = [rule.step for rule in RULES.values() if isinstance(rule.step, ElementWise)]
-    return [step.op for step in steps if bodies.OPERATIONS[step.op].launches]
+    return [step.op for step in steps if OPERATIONS[step.op].launches]
 
 
 class TransactionRow(NamedTuple):
@@ -103,7 +104,7 @@ def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:
     """
     for dtype in dtypes:
         launches: list[LaunchTraffic] = []
-        ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
+        ops = cuda_ops(Kernels(Simulator(checked=True, traffic=launches)))
         arguments = examples(ops, SIZES, _Draw(dtype), Arena())
         for name in (*STEP.split(), *(updates() if dtype == "float32" else ())):
             operands = arguments(name)

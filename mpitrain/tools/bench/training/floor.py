@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.host.attention import QUERIES
 from mpitrain.ops.host.product import put_product

@@ -16,7 +16,7 @@ from mpitrain.errors import Sentence
 from mpitrain.layers.base import READING
 from mpitrain.layers.experts import Experts, Trip
 from mpitrain.layers.plain import Plain
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,

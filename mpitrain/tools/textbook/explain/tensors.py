@@ -17,7 +17,7 @@ from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.config import Layout
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import READING
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.context import RingAttention
 from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, layers_for

@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
-from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Arena
 from mpitrain.machine.compiling import compiler
 from mpitrain.tables import Table
 from mpitrain.tools.textbook.explain.explanation import (
