@@ -1,4 +1,4 @@
-"""The configuration of a run: `sections` defines the keys, `whole` the Config, and `load` makes one.
+"""The configuration of a run: `sections` defines the keys and the class Config, `load` makes one.
 
 CONFIG        the name of the file in a run directory with all keys of the run
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
@@ -24,6 +24,8 @@ from mpitrain.config.sections import (
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
+    Config,
+    ConfigKey,
     Data,
     Device,
     Epochs,
@@ -37,5 +39,5 @@ from mpitrain.config.sections import (
     Precision,
     Replication,
     Run,
+    keys,
 )
-from mpitrain.config.whole import Config, ConfigKey, keys

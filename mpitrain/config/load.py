@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mpitrain.config.presets import merged, preset
-from mpitrain.config.sections import listed
-from mpitrain.config.whole import Config, keys
+from mpitrain.config.sections import Config, keys, listed
 from mpitrain.errors import ConfigError
 from mpitrain.files import paths_of, reading_of, text_of
 from mpitrain.hints import CODE, foreign, hint, similar

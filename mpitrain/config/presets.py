@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mpitrain.config.whole import Config
+from mpitrain.config.sections import Config
 from mpitrain.errors import ConfigError
 
 Tables = Mapping[str, Any]

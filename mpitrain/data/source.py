@@ -3,12 +3,10 @@
 B batch, T tokens of a context, F features, C channels, H height, W width of an image.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 Form = Literal["tokens", "samples", "images", "texts"]
 """The form of the data: rows of tokens, labelled features, labelled images, or labelled texts."""
@@ -186,46 +184,3 @@ class Request(NamedTuple):
     def other(self) -> str:
         """The path of the held-out file; empty if the source itself has the held-out rows."""
         return self.validation.partition(":")[2]
-
-
-def amounts(source: Source | Unopened) -> dict[str, Any]:
-    """Return {name: count} of the data, such as tokens and held_out_tokens, and what records of
-    conversations are; {} if it has no counts."""
-    return getattr(source, "amounts", {})
-
-
-def rows_of_epoch(source: Source | Unopened) -> float:
-    """Return the rows to train on in one epoch; 0 if the source has no counts."""
-    counts = amounts(source)
-    rows = (counts[key] for key in ("packed_rows", "conversations", "samples") if key in counts)
-    return next(rows, 0) or counts.get("tokens", 0) / source.shape[0]
-
-
-def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
-    """Return the loss in bits per byte of held-out text; None if the source has no such number.
-
-    nats  mean loss of held-out targets
-    """
-    bytes_per_token = getattr(source, "bytes_per_token", 0.0)
-    return nats / math.log(2) / bytes_per_token if bytes_per_token else None
-
-
-def perplexity(nats: float) -> float:
-    return math.exp(min(nats, 700.0))
-
-
-def targets_of(source: Source | Unopened) -> Targets:
-    """Return what the targets of a source are: classes, unless it has another attribute `targets`."""
-    return getattr(source, "targets", "classes")
-
-
-def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets of zeros, in the shapes of a batch of this source.
-
-    dtype  of features, pixels and targets that are no classes
-    """
-    if source.form == "tokens":
-        return np.zeros((rows, *source.shape), np.int64), np.zeros((rows, *source.shape), np.int64)
-    is_class = targets_of(source) == "classes"
-    targets = np.zeros(rows, np.int64) if is_class else np.zeros((rows, source.classes), dtype)
-    return np.zeros((rows, *source.shape), np.int64 if source.form == "texts" else dtype), targets

@@ -1,5 +1,6 @@
-"""The table of data sources by the prefix of their names, and its readers."""
+"""The table of data sources by the prefix of their names, and what one asks of a source."""
 
+import math
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpitrain.data.prefetch import Rows
-from mpitrain.data.source import Form, Reading, Request, Scan, Source, Targets
+from mpitrain.data.source import Form, Reading, Request, Scan, Source, Targets, Unopened
 from mpitrain.data.token_files import (
     TENTH,
     as_it_is,
@@ -389,3 +391,46 @@ def absolute(name: str) -> str:
     # Path.resolve would fail at a loop of links; the source itself names it.
     places = paths_of(place) if kind == "npy" else [place]
     return f"{kind}:{','.join(map(os.path.realpath, places))}"
+
+
+def amounts(source: Source | Unopened) -> dict[str, Any]:
+    """Return {name: count} of the data, such as tokens and held_out_tokens, and what records of
+    conversations are; {} if it has no counts."""
+    return getattr(source, "amounts", {})
+
+
+def rows_of_epoch(source: Source | Unopened) -> float:
+    """Return the rows to train on in one epoch; 0 if the source has no counts."""
+    counts = amounts(source)
+    rows = (counts[key] for key in ("packed_rows", "conversations", "samples") if key in counts)
+    return next(rows, 0) or counts.get("tokens", 0) / source.shape[0]
+
+
+def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
+    """Return the loss in bits per byte of held-out text; None if the source has no such number.
+
+    nats  mean loss of held-out targets
+    """
+    bytes_per_token = getattr(source, "bytes_per_token", 0.0)
+    return nats / math.log(2) / bytes_per_token if bytes_per_token else None
+
+
+def perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+def targets_of(source: Source | Unopened) -> Targets:
+    """Return what the targets of a source are: classes, unless it has another attribute `targets`."""
+    return getattr(source, "targets", "classes")
+
+
+def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets of zeros, in the shapes of a batch of this source.
+
+    dtype  of features, pixels and targets that are no classes
+    """
+    if source.form == "tokens":
+        return np.zeros((rows, *source.shape), np.int64), np.zeros((rows, *source.shape), np.int64)
+    is_class = targets_of(source) == "classes"
+    targets = np.zeros(rows, np.int64) if is_class else np.zeros((rows, source.classes), dtype)
+    return np.zeros((rows, *source.shape), np.int64 if source.form == "texts" else dtype), targets

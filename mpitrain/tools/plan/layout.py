@@ -57,11 +57,10 @@ from mpitrain.pipeline.schedules import (
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, add_legend, save, subplots
 from mpitrain.regions import share
-from mpitrain.run.build import alone
+from mpitrain.run.build import alone, stage_sizes
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
-from mpitrain.run.memory import stage_sizes
 from mpitrain.run.rules import check_each, of_model
 from mpitrain.tools.plan.memory import check_imbalance, most_imbalance
 from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree

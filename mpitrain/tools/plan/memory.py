@@ -13,11 +13,10 @@ from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.parallel.replica import Sizes
-from mpitrain.run.build import alone
+from mpitrain.run.build import alone, copied_bytes, stage_sizes
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import StepCounts, slow_heads
-from mpitrain.run.memory import copied_bytes, stage_sizes
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable

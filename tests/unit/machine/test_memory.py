@@ -19,7 +19,7 @@ from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, TensorWise
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, is_synchronous, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run import build, memory
+from mpitrain.run import build
 from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
 from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
@@ -50,14 +50,14 @@ def resolved(config, ranks=1):
 
 def check(transport, found, source=None):
     found = replace(found, source=source or SOURCES["gpt"])
-    return memory.check_memory(transport, found, found.described().model)
+    return build.check_memory(transport, found, found.described().model)
 
 
 def sizes_of(found, shards):
     """Return the sizes of a job's model, and its layout."""
     found = replace(found, source=SOURCES["gpt"])
     storage = Storage(found.described().model, found.config.precision.stored, found.axes.copies)
-    return memory.sizes(found, storage, shards), storage
+    return build.sizes(found, storage, shards), storage
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
@@ -139,7 +139,7 @@ def check_held(ranks, sections, rounding=1e-12):
             config.replication, config.pipeline.schedule
         ):
             copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
-            unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
+            unlike.append(copies.nbytes / KEPT - build.copied_bytes(config, sizes))
         held = sum(trainer.replica.held_by_kind().values())
         return held - trainer.grid.scratch_bytes - whole, whole, in_turns, unlike
 
