@@ -9,7 +9,7 @@ from datetime import date
 from functools import partial
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config import CONFIG, EPOCH, Config, Epochs, with_settings
 from mpitrain.config.plugins import load
@@ -55,6 +55,7 @@ from mpitrain.run.choices import parse
 from mpitrain.run.job import (
     FILES,
     Job,
+    Room,
     agree_on,
     beside_source,
     machine_of,
@@ -432,23 +433,6 @@ def _tokenizer_of(config: Config, run: str) -> tuple[bytes | None, str]:
     return tokenizer, special_names(folder / INIT_FROM if is_of_run else folder).get(
         "mask_token", ""
     )
-
-
-class Room(NamedTuple):
-    """The memory of this rank's host or GPU, in bytes.
-
-    free     bytes before the ranks allocate; at most memory.limit_gb
-    needed   bytes of parameters, gradients and optimizer state of `ranks`
-    ranks    the ranks that share the memory
-    where    name of the memory in a message
-    allowed  predicate of `free` in a message
-    """
-
-    free: int
-    needed: float
-    ranks: Sequence[int]
-    where: str
-    allowed: str = "are free"
 
 
 def check_memory(transport: Transport, job: Job, model: Sequence[Unit]) -> Room:

@@ -72,6 +72,23 @@ class StepCounts(NamedTuple):
     problem: str = ""
 
 
+class Room(NamedTuple):
+    """The memory of this rank's host or GPU, in bytes.
+
+    free     bytes before the ranks allocate; at most memory.limit_gb
+    needed   bytes of parameters, gradients and optimizer state of `ranks`
+    ranks    the ranks that share the memory
+    where    name of the memory in a message
+    allowed  predicate of `free` in a message
+    """
+
+    free: int
+    needed: float
+    ranks: Sequence[int]
+    where: str
+    allowed: str = "are free"
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """A run in memory: what the ranks have agreed on and resolved; once built, trainer and data.

@@ -31,7 +31,6 @@ from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import SERIAL, Plan, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.regions import share
-from mpitrain.run.build import Room
 from mpitrain.run.count.operations import Count, Unlaunched, counted
 from mpitrain.run.count.weightless import (
     NoAddress,
@@ -40,7 +39,7 @@ from mpitrain.run.count.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.run.job import Job, StepCounts
+from mpitrain.run.job import Job, Room, StepCounts
 from mpitrain.run.trainer import places_of
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SILENT, Silent
 from mpitrain.transport.base import Several, Traffic

@@ -19,9 +19,9 @@ from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.models.table import MODELS, other_form
 from mpitrain.ops.device import Device
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.build import Room, build, check_memory, open_data
+from mpitrain.run.build import build, check_memory, open_data
 from mpitrain.run.count.step import bytes_needed
-from mpitrain.run.job import Job, sequences_of
+from mpitrain.run.job import Job, Room, sequences_of
 from mpitrain.run.metrics import strict
 from mpitrain.run.rules import check_each, of_common_steps
 from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions

@@ -10,10 +10,10 @@ from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.models.table import MODELS
 from mpitrain.ops.host.attention import TILED_FROM
-from mpitrain.run.build import Room, build
+from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import check_activations
-from mpitrain.run.job import Job, StepCounts
+from mpitrain.run.job import Job, Room, StepCounts
 from mpitrain.run.rules import of_model
 from mpitrain.tools.bench.comparison.formulas import predicted
 from mpitrain.tools.bench.table import UNSURE
