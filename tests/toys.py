@@ -11,7 +11,7 @@ from mpitrain.layers.base import Unit, normal
 from mpitrain.models.table import MODELS, Model
 from mpitrain.ops import OPERATIONS, Operation
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import ElementWise, Rule
+from mpitrain.optim.optimizer import ElementWise, Rule
 from mpitrain.parallel.modes import MODES
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.schedules import (

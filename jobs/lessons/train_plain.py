@@ -18,7 +18,7 @@ from mpitrain.data import open_source
 from mpitrain.layers.base import Now, backward
 from mpitrain.layers.flat import Storage
 from mpitrain.ops.device import device_for
-from mpitrain.optim import Optimizer, learning_rate
+from mpitrain.optim import RULES, Optimizer, learning_rate
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.regions import Piece
 
@@ -66,11 +66,12 @@ class Replica:
         group = mpitrain.Group(ranks, config.replication.algorithm)
         cuts = storage.buckets(1e6 * config.replication.bucket_mb)
         self.buckets = Buckets(group, storage, self.sums, cuts, [{*cut.units} for cut in cuts])
-        self.whole = Piece(0, storage.length, 0)
+        whole = Piece(0, storage.length, 0)
         self.optimizer = Optimizer(
+            RULES[config.optimizer.name],
             config.optimizer,
             storage,
-            [self.whole],
+            {whole: (self.parameters, self.sums, None)},  # no mirror in 16 bits
             self.device.ops,
             self.device.backend,
             self.arena,
@@ -121,8 +122,7 @@ class Replica:
             raise FloatingPointError(f"step {number + 1}: {nonfinite:.0f} gradients are not finite")
         clip = min(1.0, config.optimizer.clip / math.sqrt(squares))
         lr = learning_rate(config.optimizer, number, config.run.steps)
-        arrays = {self.whole: (self.parameters, self.sums, None)}  # no mirror in 16 bits
-        self.optimizer.update(arrays, clip, lr, number + 1)
+        self.optimizer.update(clip, lr, number + 1)
         return loss
 
 

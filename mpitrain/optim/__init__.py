@@ -3,16 +3,7 @@
 RULES  all update rules; a new one needs a row there and its operation in `ops`
 """
 
-from mpitrain.optim.optimizer import Optimizer, learning_rate, state_bytes
-from mpitrain.optim.rule import check_groups
-from mpitrain.optim.rules import RULES, with_defaults, without_unread
+from mpitrain.optim.optimizer import Optimizer, check_groups, learning_rate
+from mpitrain.optim.rules import RULES, without_unread
 
-__all__ = [
-    "RULES",
-    "Optimizer",
-    "check_groups",
-    "learning_rate",
-    "state_bytes",
-    "with_defaults",
-    "without_unread",
-]
+__all__ = ["RULES", "Optimizer", "check_groups", "learning_rate", "without_unread"]

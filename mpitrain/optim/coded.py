@@ -8,8 +8,7 @@ that are in the piece have a scale of their own.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +17,39 @@ from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
-from mpitrain.optim.rule import BlockWise, HyperParameters, Update, group_of
+from mpitrain.optim.optimizer import (
+    Arrays,
+    FactSums,
+    HyperParameters,
+    Optimizer,
+    Rule,
+    Update,
+    UpdateCall,
+    group_of,
+)
 from mpitrain.regions import Piece, moved, overlap
+
+
+class BlockWise(NamedTuple):
+    """The step of an element-wise rule whose state is in codes of 8 bits, with scales of blocks.
+
+    op         name of the operation (p, g, *codes, *scales, scale, lr, weight_decay, lead, arena,
+               mirror=None) on tensors with coded state
+    plain      name of the operation on all other tensors, as `ElementWise.op`
+    maps       {buffer of the state: its map of codes}, in the order of the arguments
+    arguments  (update) -> the other arguments of both operations, by name
+    """
+
+    op: str
+    plain: str
+    maps: Mapping[str, Map]
+    arguments: Callable[[Update], Mapping[str, float]]
+
+    @property
+    def optimizer(self) -> type[Optimizer]:
+        return CodedOptimizer
+
 
 LEAST = 4096
 """Smallest number of elements of a tensor whose state is in codes of 8 bits."""
@@ -31,19 +59,6 @@ def is_coded(storage: Storage, entry: Entry) -> bool:
     is_embedding = getattr(storage.units[entry.unit].layer, "vocab", 0) > 0
     is_tied = entry.parameter.holders not in ("", "tp")
     return math.prod(entry.parameter.shape) >= LEAST and not (is_embedding or is_tied)
-
-
-def coded_bytes(storage: Storage, buffers: int) -> float:
-    """Return the bytes of optimizer state with `buffers` buffers of each tensor's size."""
-    return buffers * sum(
-        (entry.stop - entry.start)
-        * (
-            1 + storage.dtype.itemsize / BLOCK
-            if is_coded(storage, entry)
-            else storage.dtype.itemsize
-        )
-        for entry in storage.entries
-    )
 
 
 class CodedRegion(NamedTuple):
@@ -175,58 +190,49 @@ def _end(slices: Iterable[slice]) -> int:
     return max((one.stop for one in slices), default=0)
 
 
-class CodedUpdates:
-    """Updates of a block-wise rule over the pieces of a rank.
+class CodedOptimizer(Optimizer):
+    """The optimizer of a block-wise rule; its state is in `CodedState`s."""
 
-    state  {name: buffer}, in the order of the operation's arguments
-    """
+    @staticmethod
+    def element_bytes(itemsize: int) -> float:
+        return 1 + itemsize / BLOCK
 
-    def __init__(
-        self,
-        step: BlockWise,
-        settings: config.Optimizer,
-        storage: Storage,
-        pieces: Sequence[Piece],
-        ops: Ops,
-        backend: Backend,
-    ):
-        self._arguments = step.arguments
-        self._coded, self._plain = getattr(ops, step.op), getattr(ops, step.plain)
-        self._regions = regions(storage, settings, pieces)
-        length = sum(piece.stop - piece.start for piece in pieces)
+    @classmethod
+    def state_bytes(cls, rule: Rule, storage: Storage) -> float:
+        itemsize = storage.dtype.itemsize
+        return len(rule.state) * sum(
+            (entry.stop - entry.start)
+            * (cls.element_bytes(itemsize) if is_coded(storage, entry) else itemsize)
+            for entry in storage.entries
+        )
+
+    def allocate(self, sums: Callable[[], FactSums]) -> None:
+        self._regions = regions(self.storage, self.settings, self.pieces)
+        length = sum(piece.stop - piece.start for piece in self.pieces)
         every_region = [region for own in self._regions.values() for region in own]
-        self.state: Mapping[str, CodedState] = {
-            name: CodedState(every_region, length, storage.dtype, of, backend)
-            for name, of in step.maps.items()
+        self.state = {
+            name: CodedState(every_region, length, self.storage.dtype, of, self.backend)
+            for name, of in self.step.maps.items()
         }
 
-    def update(
-        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
-    ) -> None:
-        arguments, state = self._arguments(update), self.state.values()
-        for region in self._regions[piece]:
-            run, values, scales = region.run, region.values, region.scales
-            if scales:
-                step = partial(
-                    self._coded,
-                    parameters[run],
-                    gradients[run],
-                    *(buffer.codes[values] for buffer in state),
-                    *(buffer.scales[scales] for buffer in state),
-                    lead=region.lead,
-                )
-            else:
-                step = partial(
-                    self._plain,
-                    parameters[run],
-                    gradients[run],
-                    *(buffer.plain[values] for buffer in state),
-                )
-            step(
-                scale=update.scale,
-                lr=update.lr * region.group.lr,
-                weight_decay=region.group.weight_decay,
-                arena=update.arena,
-                **arguments,
-                **({} if mirror is None else {"mirror": mirror[run]}),
-            )
+    def bind(self, arrays: Arrays) -> Mapping[Piece, Sequence[UpdateCall]]:
+        coded, plain = getattr(self.ops, self.step.op), getattr(self.ops, self.step.plain)
+        state = self.state.values()
+        bound: dict[Piece, list[UpdateCall]] = {}
+        for piece, (parameters, gradients, mirror) in arrays.items():
+            bound[piece] = []
+            for region in self._regions[piece]:
+                run, values, scales = region.run, region.values, region.scales
+                operation, own = plain, [buffer.plain[values] for buffer in state]
+                named: dict[str, Any] = {"weight_decay": region.group.weight_decay}
+                if scales:
+                    operation, named["lead"] = coded, region.lead
+                    own = [
+                        *(buffer.codes[values] for buffer in state),
+                        *(buffer.scales[scales] for buffer in state),
+                    ]
+                if mirror is not None:
+                    named["mirror"] = mirror[run]
+                own = [parameters[run], gradients[run], *own]
+                bound[piece].append(UpdateCall(operation, own, region.group.lr, named))
+        return bound

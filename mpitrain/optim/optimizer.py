@@ -1,20 +1,361 @@
-"""The optimizer of a rank: the state of its update rule, the update of its parameters, and the
-learning rate: a linear warm-up, a constant rate, and a decay at the end of the run.
+"""The optimizer of a rank: what an update rule is, its state on a rank, and the update of the parameters.
+
+A rule is a row of `RULES` (rules.py). An element-wise rule is one operation over runs of a flat
+buffer. Block-wise rules, with state in codes of 8 bits, are in coded.py, and tensor-wise rules,
+which need sums over whole tensors, in tensors.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from mpitrain import config
-from mpitrain.layers.flat import Storage
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Arena, Backend
 from mpitrain.ops import Ops
-from mpitrain.optim.rule import Arrays, BlockWise, ElementWise, Update, group_of
-from mpitrain.optim.rules import RULES
-from mpitrain.optim.state import ALONE, FactSums, StateBuffer, layout_of
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, overlap
+from mpitrain.transport.base import Transport
+
+Shape = Callable[[Parameter], tuple[int, ...] | None]
+"""(tensor) -> shape of its state in one buffer, or of one of its facts; None: it has none."""
+
+
+def elements(tensor: Parameter) -> tuple[int, ...]:
+    """Return the tensor's own shape: a rank stores the state of the elements that it updates.
+
+    State of any other shape, except `ElementsOf`, is small. Each rank that updates an element of
+    the tensor stores this state whole.
+    """
+    return tensor.shape
+
+
+@dataclass(frozen=True)
+class ElementsOf:
+    """The tensor's own shape, as `elements`, for some tensors; other tensors have no such state.
+
+    of  (tensor) -> whether it has such state
+    """
+
+    of: Callable[[Parameter], bool]
+
+    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
+        return tensor.shape if self.of(tensor) else None
+
+
+def rows(tensor: Parameter) -> tuple[int, ...]:
+    """Return the tensor's shape without the last dim."""
+    return tensor.shape[:-1]
+
+
+def columns(tensor: Parameter) -> tuple[int, ...]:
+    """Return (N,) for a last dim of N elements."""
+    return tensor.shape[-1:]
+
+
+def scalar(tensor: Parameter) -> tuple[int, ...]:
+    """Return (), the shape of a single number for each tensor."""
+    return ()
+
+
+SETTINGS = config.Optimizer.model_fields
+EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
+"""The keys of [optimizer] that the training step reads with every rule."""
+
+TUNED, TUNED_ADAPTERS = 40, 10
+"""What the learning rate is divided by if a run starts from a model: with adamw it is then 5e-5, and
+2e-4 of adapters.
+"""
+
+Arrays = Mapping[Piece, tuple[Any, Any, Any]]
+"""{piece: its parameters, gradients and mirror, as long as the piece}; a mirror of None: there is none."""
+
+
+class Update(NamedTuple):
+    """The arguments of one update that are the same for all pieces of a rank.
+
+    For a tensor-wise rule lr and settings.weight_decay are those of the tensor's parameter group.
+
+    scale    factor of all gradients: it clips, and undoes the loss scale
+    lr       learning rate
+    step     number of this update, from 1; skipped updates do not count
+    delayed  whether a lossy wire format with error feedback delays gradients: parts of earlier
+             gradients arrive in this step, and parts of this step's gradients arrive later
+    """
+
+    settings: config.Optimizer
+    ops: Ops
+    arena: Arena
+    scale: float
+    lr: float
+    step: int
+    delayed: bool = False
+
+    def of_adam(self) -> Mapping[str, float]:
+        """Return the arguments that the operations of Adam and its variants share."""
+        settings = self.settings
+        return {
+            "beta1": settings.beta1_delayed if self.delayed else settings.beta1,
+            "beta2": settings.beta2,
+            "eps": settings.epsilon,
+            "step": self.step,
+        }
+
+
+class UpdateStep(Protocol):
+    """How a rule updates: `ElementWise`, `BlockWise` in coded.py, or `TensorWise` in tensors.py."""
+
+    @property
+    def optimizer(self) -> "type[Optimizer]":
+        """The class of a rank's optimizer."""
+
+
+class ElementWise(NamedTuple):
+    """The step of a rule that updates each element by itself, in one pass over memory.
+
+    op         name of the operation (p, g, *state, scale, lr, weight_decay, arena, mirror=None);
+               state: the buffers in the order of `Rule.state`, all of shape `elements`
+    arguments  (update) -> the operation's other arguments, by name
+    """
+
+    op: str
+    arguments: Callable[[Update], Mapping[str, float]]
+
+    @property
+    def optimizer(self) -> "type[Optimizer]":
+        return Optimizer
+
+
+class TorchClass(NamedTuple):
+    """The class of torch.optim with the same update, for the peers in `mpitrain compare`.
+
+    arguments  (settings) -> arguments of the class, except learning rate and weight decay
+    """
+
+    name: str
+    arguments: Callable[[config.Optimizer], Mapping[str, Any]]
+
+
+class Rule(NamedTuple):
+    """The row of an update rule in the table `RULES`.
+
+    help      one phrase for the help of optimizer.name
+    reads     the hyper-parameters of the rule, keys of [optimizer]; it refuses those of other rules
+    state     {buffer: its shape}, in the order of the operation's arguments
+    step      one operation over elements or blocks, or rounds of facts
+    defaults  {key of [optimizer]: default of this rule}, where it differs from the section's
+    needs     {section.key: the value that the rule needs}; other values are refused
+    torch     the same rule in PyTorch, or None
+    """
+
+    help: str
+    reads: Sequence[str]
+    state: Mapping[str, Shape]
+    step: UpdateStep
+    defaults: Mapping[str, float] = {}
+    needs: Mapping[str, Any] = {}
+    torch: TorchClass | None = None
+
+    def nbytes(self, itemsize: int) -> float:
+        """Return the bytes per parameter of all buffers of the shape `elements`.
+
+        For a block-wise rule this holds for tensors with codes. Small tensors and embeddings have
+        no codes and need more bytes.
+
+        itemsize  bytes of a parameter
+        """
+        each = self.step.optimizer.element_bytes(itemsize)
+        return each * sum(shape is elements for shape in self.state.values())
+
+    def unread_keys(self, settings: config.Optimizer) -> list[str]:
+        """Return the keys that the rule does not read, and that do not have their defaults."""
+        return [
+            key
+            for key, field in SETTINGS.items()
+            if key not in (*EVERY, *self.reads) and getattr(settings, key) != field.default
+        ]
+
+    def with_defaults(self, settings: config.Optimizer, divisor: int = 1) -> config.Optimizer:
+        """Return a copy in which hyper-parameters that are not set have the rule's own defaults.
+
+        divisor  of the learning rate if it is not set: TUNED or TUNED_ADAPTERS for a run that starts
+                 from a model
+        """
+        unset = {*SETTINGS} - settings.model_fields_set
+        own = {key: default for key, default in self.defaults.items() if key in unset}
+        if divisor > 1 and "lr" in unset:
+            own["lr"] = own.get("lr", settings.lr) / divisor
+        return settings.model_copy(update=own)
+
+
+class HyperParameters(NamedTuple):
+    """The values of a parameter group: hyper-parameters in which tensors may differ.
+
+    lr            factor of the learning rate
+    weight_decay  0: no decay
+    """
+
+    lr: float
+    weight_decay: float
+
+
+def group_of(settings: config.Optimizer, tensor: Parameter) -> HyperParameters:
+    """Return the values of the first of optimizer.groups that matches the tensor's full name.
+
+    Without a match, matrices and embeddings have optimizer.weight_decay; vectors have no decay.
+    """
+    decay = settings.weight_decay if tensor.decayed else 0.0
+    for group in settings.groups:
+        if fnmatchcase(tensor.name, group.match):
+            own = group.weight_decay
+            return HyperParameters(group.lr, decay if own is None else own)
+    return HyperParameters(1.0, decay)
+
+
+def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
+    """Raise ConfigError unless each of optimizer.groups is the first match of a parameter.
+
+    names  full names of all parameters of the model
+    """
+    names = list(names)
+    left = {*names}
+    for group in settings.groups:
+        matched = {name for name in names if fnmatchcase(name, group.match)}
+        if not matched & left:
+            reason = "all its matches are in earlier groups" if matched else "nothing matches"
+            raise ConfigError(
+                f"Each of optimizer.groups matches a parameter first, but of {group.match!r} "
+                f"{reason}.",
+                "Put it before these groups."
+                if matched
+                else f"Full names are {names[0]} to {names[-1]}; a * matches dots, too.",
+            )
+        left -= matched
+
+
+class FactSums(NamedTuple):
+    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors.
+
+    It runs over the ranks with other elements of the same tensors. Ranks with the same elements add
+    in the same order.
+
+    bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
+            `run`, which is collective as well, replaces the vector by the sum.
+    counts  (`Parameter.holders` of a tensor) -> whether this rank adds the terms of its elements.
+            If several of these ranks have the same elements, one rank adds them.
+    shards  the ranks among which ZeRO divides tensors; None: ZeRO divides none
+    """
+
+    bind: Callable[[Any], Callable[[], None]]
+    counts: Callable[[str], bool]
+    shards: Transport | None = None
+
+
+ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
+"""The `FactSums` of a rank that has all elements of its tensors."""
+
+
+def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
+    """Return the layout of a buffer with an array of this shape for each tensor, from `start` on."""
+    layout: list[Entry] = []
+    for entry in entries:
+        dims = shape(entry.parameter)
+        if dims is not None:
+            whole = entry.parameter._replace(shape=dims, slices=None)
+            layout.append(Entry(entry.name, whole, entry.unit, start))
+            start = layout[-1].stop
+    return layout
+
+
+def touched(storage: Storage, piece: Piece) -> list[Entry]:
+    """Return the tensors with elements in a piece."""
+    return [entry for entry in storage.entries if overlap(entry, piece)]
+
+
+class StateBuffer(NamedTuple):
+    """An array of a rank that checkpoints save, and into which loading writes.
+
+    name     "parameters", "residual", or an optimizer buffer such as "first_moment"
+    array    1-D, in the memory of the backend
+    pieces   runs of the flat buffer and their offsets in `array`; may be empty
+    kind     "agreed": equal on all ranks that store the same elements of a tensor
+             "own": different on each rank; a new number of replicas preserves the sum over ranks
+             "mean": different on each rank; a new number of replicas, or an "agreed" buffer of the
+                     same name, starts from the mean over ranks
+             "bound": valid only for the same rank of the same layout; other layouts start it anew
+    needed   whether loading fails if the checkpoint lacks this "agreed" buffer;
+             otherwise the buffer starts as in a new run
+    like     name of an "agreed" buffer whose copy this buffer is at first, if the checkpoint lacks
+             this buffer, or has it "bound" to another layout
+    entries  the tensors in `array`, if they are not those of the flat buffer; `pieces` then refers
+             to `array`
+    """
+
+    name: str
+    array: Any
+    pieces: Sequence[Piece] = ()
+    kind: Literal["agreed", "own", "mean", "bound"] = "agreed"
+    needed: bool = True
+    like: str = ""
+    entries: Sequence[Entry] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the elements in files: float32 for 16 bits, which not all tools read."""
+        is_half = self.array.dtype.itemsize == 2 and self.array.dtype.kind in "fV"
+        return np.dtype(np.float32) if is_half else self.array.dtype
+
+
+class StateLayout(NamedTuple):
+    """The layout of a buffer of optimizer state.
+
+    length           elements of the buffer
+    pieces, entries  as in `StateBuffer`
+    tensors          {tensor: (offset, shape of its view)}; None: the buffer has one element for
+                     each element of the pieces, in their order
+    """
+
+    length: int
+    pieces: Sequence[Piece]
+    entries: Sequence[Entry] = ()
+    tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """Return {tensor: its view of a buffer}; empty if `tensors` is None."""
+        return {
+            name: buffer[start : start + math.prod(shape)].reshape(shape)
+            for name, (start, shape) in (self.tensors or {}).items()
+        }
+
+
+def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
+    if shape is elements:
+        return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
+    if isinstance(shape, ElementsOf):
+        return _elements_of(shape, storage, pieces)
+    own = {entry.name: entry for piece in pieces for entry in touched(storage, piece)}
+    entries = laid_out(own.values(), shape)
+    count = entries[-1].stop if entries else 0
+    tensors = {entry.name: (entry.start, entry.parameter.shape) for entry in entries}
+    return StateLayout(count, [Piece(0, count, 0)], entries, tensors)
+
+
+def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
+    by_tensor, length = dict[str, Piece](), 0
+    for piece in pieces:
+        for entry in touched(storage, piece):
+            if shape(entry.parameter) is not None:
+                both = overlap(entry, piece)
+                by_tensor[entry.name] = Piece(both.start, both.stop, length)
+                length += len(both)
+    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in by_tensor.items()}
+    return StateLayout(length, list(by_tensor.values()), tensors=tensors)
 
 
 class GroupRun(NamedTuple):
@@ -42,80 +383,39 @@ def launches(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Sequen
     return [GroupRun(runs[0].start, runs[-1].stop, 1.0, operation.weight_decays(runs))]
 
 
-class ElementUpdates:
-    """Updates of an element-wise rule over the pieces of a rank.
+class UpdateCall(NamedTuple):
+    """A call of an operation, the same in each update but for scale, learning rate and step.
 
-    state  {name: buffer of all pieces, concatenated}, in the order of the operation's arguments
+    arrays  parameters, gradients and state
+    lr      factor of the learning rate
+    named   arguments of this call alone, such as weight_decay
     """
 
-    def __init__(
-        self,
-        step: ElementWise,
-        settings: config.Optimizer,
-        storage: Storage,
-        pieces: Sequence[Piece],
-        state: Mapping[str, Any],
-        ops: Ops,
-    ):
-        self._arguments, self._state = step.arguments, list(state.values())
-        self._operation, groups = getattr(ops, step.op), partial(group_of, settings)
-        self._runs = {
-            piece: launches(
-                self._operation,
-                [
-                    GroupRun(start - piece.start, stop - piece.start, *group)
-                    for start, stop, group in storage.runs(piece.start, piece.stop, groups)
-                ],
-            )
-            for piece in pieces
-        }
-
-    def update(
-        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
-    ) -> None:
-        along = slice(piece.offset, piece.offset + piece.stop - piece.start)
-        arrays = [parameters, gradients, *(buffer[along] for buffer in self._state)]
-        arguments = self._arguments(update)
-        for start, stop, lr, weight_decay in self._runs[piece]:
-            self._operation(
-                *(array[start:stop] for array in arrays),
-                scale=update.scale,
-                lr=update.lr * lr,
-                weight_decay=weight_decay,
-                arena=update.arena,
-                **arguments,
-                **({} if mirror is None else {"mirror": mirror[start:stop]}),
-            )
-
-
-def state_bytes(name: str, storage: Storage) -> float:
-    """Return the bytes of optimizer state of rule `name` for all trained tensors of a storage."""
-    rule = RULES[name]
-    if isinstance(rule.step, BlockWise):
-        from mpitrain.optim.coded import coded_bytes
-
-        return coded_bytes(storage, len(rule.state))
-    itemsize = storage.dtype.itemsize
-    others = rule.other_elements(entry.parameter for entry in storage.entries)
-    return rule.nbytes(itemsize) * storage.length + itemsize * others
+    operation: Callable[..., None]
+    arrays: Sequence[Any]
+    lr: float
+    named: Mapping[str, Any]
 
 
 class Optimizer:
     """The update rule of a rank, for its pieces of the flat buffer (as torch.optim.Optimizer).
 
-    pieces  the pieces that this rank updates
-    state   {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
-            elements    the state of each element of all pieces. The state of element
-                        `piece.start` of the flat buffer is at `piece.offset`.
-            ElementsOf  the same, for some of the tensors
-            any other   one small whole array for each tensor with an element in a piece
+    This is the class of element-wise rules. The step of another rule names a subclass.
+
+    bound  what `update` runs through: the `UpdateCall`s of each piece
+    state  {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
+           elements    the state of each element of all pieces. The state of element
+                       `piece.start` of the flat buffer is at `piece.offset`.
+           ElementsOf  the same, for some of the tensors
+           any other   one small whole array for each tensor with an element in a piece
     """
 
     def __init__(
         self,
+        rule: Rule,
         settings: config.Optimizer,
         storage: Storage,
-        pieces: Sequence[Piece],
+        arrays: Arrays,
         ops: Ops,
         backend: Backend,
         arena: Arena,
@@ -123,71 +423,93 @@ class Optimizer:
     ):
         """Allocate the state; collective with a tensor-wise rule.
 
-        sums  () -> the all-reduce over the ranks with other elements of the same tensors
+        arrays  of all pieces that this rank updates; a mirror receives the rounded parameters
+        sums    () -> the all-reduce over the ranks with other elements of the same tensors
         """
-        self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
-        rule = RULES[settings.name]
-        self._layouts = {
+        self.settings, self.storage, self.pieces = settings, storage, [*arrays]
+        self.ops, self.backend, self.arena = ops, backend, arena
+        self.step: Any = rule.step
+        self.layouts = {
             name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
         }
-        self._updates: Any
-        self._sum_facts: Callable[[Arrays, Update], None] | None = None
-        if isinstance(rule.step, BlockWise):
-            from mpitrain.optim.coded import CodedUpdates
+        self.allocate(sums)
+        self.bound = self.bind(arrays)
 
-            self._updates = CodedUpdates(rule.step, settings, storage, pieces, ops, backend)
-            self.state: Mapping[str, Any] = self._updates.state
-            return
-        self.state = {
-            name: backend.zeros(layout.length, storage.dtype)
-            for name, layout in self._layouts.items()
+    @staticmethod
+    def element_bytes(itemsize: int) -> float:
+        """Return the bytes of one buffer of the state per parameter of `itemsize` bytes."""
+        return itemsize
+
+    @classmethod
+    def state_bytes(cls, rule: Rule, storage: Storage) -> float:
+        """Return the bytes of optimizer state for all trained tensors of a storage."""
+        small = [
+            shape(entry.parameter)
+            for entry in storage.entries
+            for shape in rule.state.values()
+            if shape is not elements
+        ]
+        others = sum(math.prod(shape) for shape in small if shape is not None)
+        itemsize = storage.dtype.itemsize
+        return rule.nbytes(itemsize) * storage.length + itemsize * others
+
+    def allocate(self, sums: Callable[[], FactSums]) -> None:
+        zeros, dtype = self.backend.zeros, self.storage.dtype
+        self.state: Mapping[str, Any] = {
+            name: zeros(layout.length, dtype) for name, layout in self.layouts.items()
         }
-        if isinstance(rule.step, ElementWise):
-            self._updates = ElementUpdates(rule.step, settings, storage, pieces, self.state, ops)
-        else:
-            from mpitrain.optim.tensors import TensorUpdates
 
-            views = {
-                name: layout.views(self.state[name])
-                for name, layout in self._layouts.items()
-                if layout.tensors is not None
-            }
-            self._updates = TensorUpdates(
-                rule.step, settings, storage, pieces, self.state, views, backend, sums()
-            )
-            self._sum_facts = self._updates.sum_facts
+    def bind(self, arrays: Arrays) -> Mapping[Piece, Sequence[Any]]:
+        """Return `bound` for these arrays of all pieces."""
+        operation, groups = getattr(self.ops, self.step.op), partial(group_of, self.settings)
+        bound: dict[Piece, list[UpdateCall]] = {}
+        for piece, (parameters, gradients, mirror) in arrays.items():
+            along = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            whole = [parameters, gradients, *(buffer[along] for buffer in self.state.values())]
+            runs = [
+                GroupRun(start - piece.start, stop - piece.start, *group)
+                for start, stop, group in self.storage.runs(piece.start, piece.stop, groups)
+            ]
+            bound[piece] = []
+            for start, stop, lr, weight_decay in launches(operation, runs):
+                named = {"weight_decay": weight_decay}
+                if mirror is not None:
+                    named["mirror"] = mirror[start:stop]
+                own = [array[start:stop] for array in whole]
+                bound[piece].append(UpdateCall(operation, own, lr, named))
+        return bound
 
-    def arrays(self) -> list[StateBuffer]:
+    def buffers(self) -> list[StateBuffer]:
+        """Return the state for checkpoints."""
         return [
-            StateBuffer(
-                name, array, self._layouts[name].pieces, entries=self._layouts[name].entries
-            )
+            StateBuffer(name, array, self.layouts[name].pieces, entries=self.layouts[name].entries)
             for name, array in self.state.items()
         ]
 
     def update(
         self,
-        arrays: Arrays,
         scale: float,
         lr: float,
         step: int,
         delayed: bool = False,
-        updated: Callable[[Piece], object] = bool,
+        updated: Callable[[Piece], object] | None = None,
     ) -> None:
         """Update the parameters of all pieces in place, from `scale` times their gradients; collective
         with a tensor-wise rule.
 
-        arrays   of all pieces; a mirror receives the rounded parameters in the same pass
         step     number of this update, as `Update.step`
         delayed  as `Update.delayed`
         updated  called after each piece
         """
-        update = Update(self.settings, self._ops, self._arena, scale, lr, step, delayed)
-        if self._sum_facts:
-            self._sum_facts(arrays, update)
-        for piece, (parameters, gradients, mirror) in arrays.items():
-            self._updates.update(piece, parameters, gradients, mirror, update)
-            updated(piece)
+        update = Update(self.settings, self.ops, self.arena, scale, lr, step, delayed)
+        arguments = self.step.arguments(update)
+        for piece, launches in self.bound.items():
+            for operation, arrays, factor, named in launches:
+                operation(
+                    *arrays, scale=scale, lr=lr * factor, arena=self.arena, **named, **arguments
+                )
+            if updated:
+                updated(piece)
 
 
 class Decay(NamedTuple):

@@ -1,4 +1,4 @@
-"""The table of all update rules, its rows of whole tensors, and the defaults of each.
+"""The table of all update rules, and its rows of whole tensors.
 
 LAMB: Adam's update of each tensor, scaled to the norm of the tensor.
 
@@ -28,42 +28,24 @@ import numpy as np
 from mpitrain import config
 from mpitrain.layers.base import Parameter
 from mpitrain.ops.codes import SIGNED, UNSIGNED
-from mpitrain.optim.rule import (
-    BlockWise,
+from mpitrain.optim.coded import BlockWise
+from mpitrain.optim.optimizer import (
+    SETTINGS,
     ElementsOf,
     ElementWise,
-    MatrixBlock,
-    Round,
     Rule,
-    TensorPiece,
-    TensorWise,
     TorchClass,
     Update,
-    Whole,
     columns,
     elements,
     rows,
     scalar,
 )
+from mpitrain.optim.tensors import MatrixBlock, Round, TensorPiece, TensorWise, Whole
 from mpitrain.tables import Table
-
-SETTINGS = config.Optimizer.model_fields
-EVERY = ("name", "lr", "clip", "warmup", "schedule", "final", "decay_steps", "groups")
-"""The keys of [optimizer] that the training step reads with every rule."""
-
 
 ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
 """The hyper-parameters of Adam and its variants."""
-
-
-def of_adam(update: Update) -> Mapping[str, float]:
-    settings = update.settings
-    return {
-        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
-        "beta2": settings.beta2,
-        "eps": settings.epsilon,
-        "step": update.step,
-    }
 
 
 def torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
@@ -84,7 +66,7 @@ def _add_squares_lamb(piece: TensorPiece, update: Update) -> None:
         scale=update.scale,
         weight_decay=update.settings.weight_decay,
         arena=update.arena,
-        **of_adam(update),
+        **update.of_adam(),
     )
 
 
@@ -98,7 +80,7 @@ def _apply_lamb(piece: TensorPiece, update: Update) -> None:
         weight_decay=update.settings.weight_decay,
         arena=update.arena,
         mirror=piece.mirror,
-        **of_adam(update),
+        **update.of_adam(),
     )
 
 
@@ -251,7 +233,7 @@ def _apply_muon(piece: TensorPiece, update: Update) -> None:
         weight_decay=settings.weight_decay,
         arena=arena,
         mirror=piece.mirror,
-        **of_adam(update),
+        **update.of_adam(),
     )
 
 
@@ -304,7 +286,7 @@ RULES: Table[str, Rule] = Table(
             "Adam, whose weight decay is added to the gradient (Kingma and Ba 2015)",
             ADAM,
             {"first_moment": elements, "second_moment": elements},
-            ElementWise("adam", of_adam),
+            ElementWise("adam", Update.of_adam),
             defaults={"weight_decay": 0.0},
             torch=TorchClass("Adam", torch_adam),
         ),
@@ -312,7 +294,7 @@ RULES: Table[str, Rule] = Table(
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
             ADAM,
             {"first_moment": elements, "second_moment": elements},
-            ElementWise("adamw", of_adam),
+            ElementWise("adamw", Update.of_adam),
             torch=TorchClass("AdamW", torch_adam),
         ),
         "adamw8bit": Rule(
@@ -320,7 +302,10 @@ RULES: Table[str, Rule] = Table(
             ADAM,
             {"first_moment": elements, "second_moment": elements},
             BlockWise(
-                "adamw8bit", "adamw", {"first_moment": SIGNED, "second_moment": UNSIGNED}, of_adam
+                "adamw8bit",
+                "adamw",
+                {"first_moment": SIGNED, "second_moment": UNSIGNED},
+                Update.of_adam,
             ),
         ),
         "lion": Rule(
@@ -341,42 +326,10 @@ RULES: Table[str, Rule] = Table(
 """Update rules by optimizer.name."""
 
 
-def unread_keys(settings: config.Optimizer) -> list[str]:
-    """Return the keys that the rule does not read, and that do not have their defaults."""
-    read = (*EVERY, *RULES[settings.name].reads)
-    return [
-        key
-        for key, field in SETTINGS.items()
-        if key not in read and getattr(settings, key) != field.default
-    ]
-
-
 def without_unread(settings: config.Optimizer) -> config.Optimizer:
     """Return a copy in which keys that the rule does not read have their defaults.
 
     Earlier versions accepted such keys; they had no effect.
     """
-    keys = unread_keys(settings) if settings.name in RULES else []
+    keys = RULES[settings.name].unread_keys(settings) if settings.name in RULES else []
     return settings.model_copy(update={key: SETTINGS[key].default for key in keys})
-
-
-TUNED, TUNED_ADAPTERS = 40, 10
-"""What the learning rate is divided by if a run starts from a model: with adamw it is then 5e-5, and
-2e-4 of adapters.
-"""
-
-
-def with_defaults(settings: config.Optimizer, divisor: int = 1) -> config.Optimizer:
-    """Return a copy in which hyper-parameters that are not set have the rule's own defaults.
-
-    divisor  of the learning rate if it is not set: TUNED or TUNED_ADAPTERS for a run that starts
-             from a model
-    """
-    own = {
-        key: default
-        for key, default in RULES[settings.name].defaults.items()
-        if key not in settings.model_fields_set
-    }
-    if divisor > 1 and "lr" not in settings.model_fields_set:
-        own["lr"] = own.get("lr", settings.lr) / divisor
-    return settings.model_copy(update=own)

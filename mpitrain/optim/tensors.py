@@ -1,27 +1,123 @@
-"""Tensor-wise updates: sums over whole tensors, results of whole tensors, and updates from both."""
+"""Tensor-wise rules: sums over whole tensors, results of whole tensors, and updates from both.
+
+The sums that a rule needs, such as squared norms, are its *facts*. The elements of a tensor may be
+on several ranks, so an update has three phases:
+
+    add     each rank adds the terms of its own elements to a flat float64 vector of all facts
+    sum     one all-reduce of this vector, over the ranks with other elements of the same tensors
+    apply   each rank updates its elements from the sums, which have the same bits on all ranks
+
+A rule may also compute on whole tensors (`Whole`). One rank computes each tensor.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import Entry, Storage
+from mpitrain.layers.flat import Entry
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.rule import (
+from mpitrain.optim.optimizer import (
     Arrays,
+    FactSums,
     HyperParameters,
-    MatrixBlock,
+    Optimizer,
     Shape,
-    TensorPiece,
-    TensorWise,
     Update,
     group_of,
+    laid_out,
+    touched,
 )
-from mpitrain.optim.state import FactSums, laid_out, touched
 from mpitrain.regions import Piece, overlap
 from mpitrain.transport.base import Request, Transport
+
+
+class MatrixBlock(NamedTuple):
+    """Elements [start, stop) of a `TensorPiece`, which form an (R, C) matrix, row-major.
+
+    rows     (R,) indices of its rows in the whole tensor, with all dims but the last flattened;
+             in the memory of the backend
+    columns  (C,) indices of its columns in the whole tensor, there too
+    """
+
+    start: int
+    stop: int
+    rows: Any
+    columns: Any
+
+
+class TensorPiece(NamedTuple):
+    """The elements of one tensor that this rank updates.
+
+    tensor      the whole tensor, and its region on this rank
+    parameters  (count,), in place
+    gradients   (count,), to be multiplied by `Update.scale`
+    mirror      (count,), or None; `apply` writes the rounded parameters to it
+    state       {name: buffer}: (count,) if the shape is `elements` or `ElementsOf`; any other
+                buffer is whole, in its own shape
+    facts       {name: sum over the whole tensor}, float64, of this and all earlier rounds
+    blocks      the same `count` elements as matrices; at most three
+    result      (count,), the result of `TensorWise.whole`; None if the tensor has none
+    """
+
+    tensor: Parameter
+    parameters: Any
+    gradients: Any
+    mirror: Any
+    state: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    blocks: Sequence[MatrixBlock]
+    result: Any = None
+
+
+class Round(NamedTuple):
+    """Facts (sums over whole tensors) that one all-reduce sums.
+
+    facts  {name: shape of the sum}
+    add    (piece, update): adds the terms of the piece's elements to `piece.facts`, which are 0
+           before the first piece. `add` may change the state, and the facts of earlier rounds: an
+           update that has begun is not skipped.
+    """
+
+    facts: Mapping[str, Shape]
+    add: Callable[[TensorPiece, Update], None]
+
+
+class Whole(NamedTuple):
+    """A computation on whole tensors: one rank computes, even if several ranks have the elements.
+
+    of       (tensor) -> whether the computation applies to it
+    operand  (piece, update, out): writes the operand of this rank's elements to out (count,). It
+             may change state of the shape `elements`
+    compute  (operand, update): overwrites an operand, in the tensor's shape, by the result
+    """
+
+    of: Callable[[Parameter], bool]
+    operand: Callable[[TensorPiece, Update, Any], None]
+    compute: Callable[[Any, Update], None]
+
+
+class TensorWise(NamedTuple):
+    """The step of a rule that needs facts (sums over whole tensors), or whole tensors.
+
+    rounds  in the order in which they run; a round has the facts of all earlier rounds
+    apply   (piece, update): updates the parameters. It runs once for each tensor of which this rank
+            updates an element. State that ranks store whole must be computed only from such state
+            and from facts, so that it has the same bits on all ranks.
+    whole   its result is `piece.result` in `apply`; such a rule runs without tensor parallelism
+    """
+
+    rounds: Sequence[Round]
+    apply: Callable[[TensorPiece, Update], None]
+    whole: Whole | None = None
+
+    @property
+    def optimizer(self) -> type[Optimizer]:
+        return TensorOptimizer
+
 
 Elements = tuple[int, int]
 """Elements [start, stop) of a flattened tensor."""
@@ -222,34 +318,27 @@ class _Sums(NamedTuple):
     run: Callable[[], None]
 
 
-class TensorUpdates:
-    """Updates of a tensor-wise rule over the pieces of a rank."""
+class TensorOptimizer(Optimizer):
+    """The optimizer of a tensor-wise rule; `bound` has (piece, fragment) for each tensor in a piece."""
 
-    def __init__(
-        self,
-        step: TensorWise,
-        settings: config.Optimizer,
-        storage: Storage,
-        pieces: Sequence[Piece],
-        state: Mapping[str, Any],
-        by_tensor: Mapping[str, Mapping[str, Any]],
-        backend: Backend,
-        sums: FactSums,
-    ):
-        """Allocate the vectors of sums and bind their all-reduces; collective.
-
-        state      {name: buffer}
-        by_tensor  {name: {tensor: its view}} of the buffers that have `StateLayout.tensors`
-        """
-        self._step = step
-        self._along = {name: buffer for name, buffer in state.items() if name not in by_tensor}
-        self._by_tensor = by_tensor
+    def allocate(self, sums: Callable[[], FactSums]) -> None:
+        """Allocate the state and the vectors of sums, and bind their all-reduces; collective."""
+        super().allocate(sums)
+        storage, backend, step, summing = self.storage, self.backend, self.step, sums()
+        # {name: {tensor: its view}} of the buffers that have `StateLayout.tensors`.
+        self._by_tensor = {
+            name: layout.views(self.state[name])
+            for name, layout in self.layouts.items()
+            if layout.tensors is not None
+        }
         self._fragments = {
-            piece: [_fragment(entry, piece, settings, backend) for entry in touched(storage, piece)]
-            for piece in pieces
+            piece: [
+                _fragment(entry, piece, self.settings, backend) for entry in touched(storage, piece)
+            ]
+            for piece in self.pieces
         }
         everything = touched(storage, Piece(0, storage.length, 0))
-        self._sums = [_bound(each.facts, everything, backend, sums) for each in step.rounds]
+        self._sums = [_bound(each.facts, everything, backend, summing) for each in step.rounds]
         self._results = Results(
             {
                 fragment.entry.name: (fragment.entry.parameter, fragment.elements)
@@ -259,59 +348,16 @@ class TensorUpdates:
             },
             storage.dtype,
             backend,
-            sums.shards if step.whole else None,
+            summing.shards if step.whole else None,
         )
 
-    def sum_facts(self, arrays: Arrays, update: Update) -> None:
-        """Sum the facts of all rounds over all pieces; collective.
-
-        Then compute the results of whole tensors whose elements are on several ranks.
-        """
-        for each, sums in zip(self._step.rounds, self._sums, strict=True):
-            sums.vector.fill(0)
-            for piece, fragments in self._fragments.items():
-                parameters, gradients, _ = arrays[piece]
-                for fragment in fragments:
-                    each.add(
-                        self._piece(piece, fragment, parameters, gradients, None),
-                        _in_group(update, fragment),
-                    )
-            for view in sums.uncounted:
-                view.fill(0)
-            sums.run()
-        self._run_divided(arrays, update)
-
-    def _run_divided(self, arrays: Arrays, update: Update) -> None:
-        whole, divided = self._step.whole, self._results.tensors
-        if whole is None or not divided:
-            return
-        for piece, fragments in self._fragments.items():
-            parameters, gradients, _ = arrays[piece]
-            for fragment in fragments:
-                if fragment.entry.name in divided:
-                    tensor_piece = self._piece(piece, fragment, parameters, gradients, None)
-                    operand = divided[fragment.entry.name].elements
-                    whole.operand(tensor_piece, _in_group(update, fragment), operand)
-        self._results.run(lambda operand: whole.compute(operand, update))
-
-    def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
-        whole = self._step.whole
-        if whole is None or not whole.of(piece.tensor):
-            return piece
-        if name in self._results.tensors:
-            return piece._replace(result=self._results.tensors[name].elements)
-        result = update.arena.take(piece.gradients.shape, piece.gradients.dtype)
-        whole.operand(piece, update, result)
-        whole.compute(result.reshape(piece.tensor.local_shape), update)
-        return piece._replace(result=result)
-
-    def update(
-        self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
-    ) -> None:
-        for fragment in self._fragments[piece]:
-            tensor_piece = self._piece(piece, fragment, parameters, gradients, mirror)
-            own = _in_group(update, fragment)
-            self._step.apply(self._with_result(tensor_piece, fragment.entry.name, own), own)
+    def bind(self, arrays: Arrays) -> Mapping[Piece, Sequence[tuple[TensorPiece, _Fragment]]]:
+        return {
+            piece: [
+                (self._piece(piece, fragment, *arrays[piece]), fragment) for fragment in fragments
+            ]
+            for piece, fragments in self._fragments.items()
+        }
 
     def _piece(
         self, piece: Piece, fragment: _Fragment, parameters: Any, gradients: Any, mirror: Any
@@ -323,7 +369,11 @@ class TensorUpdates:
             parameters[start:stop],
             gradients[start:stop],
             None if mirror is None else mirror[start:stop],
-            {name: buffer[along] for name, buffer in self._along.items()}
+            {
+                name: buffer[along]
+                for name, buffer in self.state.items()
+                if name not in self._by_tensor
+            }
             | _of(self._by_tensor, entry.name),
             {
                 name: array
@@ -332,6 +382,52 @@ class TensorUpdates:
             },
             blocks,
         )
+
+    def update(
+        self,
+        scale: float,
+        lr: float,
+        step: int,
+        delayed: bool = False,
+        updated: Callable[[Piece], object] | None = None,
+    ) -> None:
+        update = Update(self.settings, self.ops, self.arena, scale, lr, step, delayed)
+        pieces = list(chain.from_iterable(self.bound.values()))
+        for each, sums in zip(self.step.rounds, self._sums, strict=True):
+            sums.vector.fill(0)
+            for piece, fragment in pieces:
+                each.add(piece, _in_group(update, fragment))
+            for view in sums.uncounted:
+                view.fill(0)
+            sums.run()
+        if self._results.tensors:
+            self._run_divided(pieces, update)
+        for of_rank, fragments in self.bound.items():
+            for piece, fragment in fragments:
+                own = _in_group(update, fragment)
+                self.step.apply(self._with_result(piece, fragment.entry.name, own), own)
+            if updated:
+                updated(of_rank)
+
+    def _run_divided(self, pieces: Iterable[tuple[TensorPiece, _Fragment]], update: Update) -> None:
+        """Compute the results of whole tensors whose elements are on several ranks; collective."""
+        whole, divided = self.step.whole, self._results.tensors
+        for piece, fragment in pieces:
+            if fragment.entry.name in divided:
+                operand = divided[fragment.entry.name].elements
+                whole.operand(piece, _in_group(update, fragment), operand)
+        self._results.run(lambda operand: whole.compute(operand, update))
+
+    def _with_result(self, piece: TensorPiece, name: str, update: Update) -> TensorPiece:
+        whole = self.step.whole
+        if whole is None or not whole.of(piece.tensor):
+            return piece
+        if name in self._results.tensors:
+            return piece._replace(result=self._results.tensors[name].elements)
+        result = update.arena.take(piece.gradients.shape, piece.gradients.dtype)
+        whole.operand(piece, update, result)
+        whole.compute(result.reshape(piece.tensor.local_shape), update)
+        return piece._replace(result=result)
 
 
 def _bound(

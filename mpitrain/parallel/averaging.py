@@ -12,7 +12,7 @@ from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.layers.flat import Bucket
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.replica import (
     SINGLE_RANKS,
     Replica,

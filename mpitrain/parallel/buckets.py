@@ -26,7 +26,7 @@ from mpitrain.collectives.engine.executor import Reduction, mover
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.cost_model import part_bytes
 from mpitrain.layers.flat import Bucket, FlatLayout, Span, Storage
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.grid import Grid
 from mpitrain.regions import Piece
 from mpitrain.transport.device import DeviceTransport

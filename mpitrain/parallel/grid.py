@@ -13,7 +13,7 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Arena
-from mpitrain.optim.state import FactSums
+from mpitrain.optim.optimizer import FactSums
 from mpitrain.transport.agreement import listed
 from mpitrain.transport.base import Transport
 

@@ -11,7 +11,7 @@ from mpitrain.data import Source
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket
 from mpitrain.machine.backend import copy_rows
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, whole
 from mpitrain.regions import Piece, share
 

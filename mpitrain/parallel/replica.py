@@ -21,8 +21,8 @@ from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Bucket, FlatLayout, Storage
 from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import Device
-from mpitrain.optim import Optimizer
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim import RULES
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.regions import Piece, share
@@ -472,10 +472,15 @@ class Replica:
         numbers = self.micro_batches + 2 * len(self.squared)
         self._numbers = device.backend.zeros(numbers, np.float64)
         self.losses = self._numbers[: self.micro_batches]
-        self.optimizer = Optimizer(
+        rule = RULES[optimizer.name]
+        self.optimizer = rule.step.optimizer(
+            rule,
             optimizer,
             self.storage,
-            list(self.summed),
+            {
+                piece: (self.owned[piece], gradients, self.mirrors.get(piece))
+                for piece, gradients in self.summed.items()
+            },
             device.ops,
             device.backend,
             self.arena,
@@ -800,14 +805,7 @@ class Replica:
 
         step  number of this update, from 1; skipped updates do not count
         """
-        arrays = {
-            piece: (parameters, self.summed[piece], self.mirrors.get(piece))
-            for piece, parameters in self.owned.items()
-        }
-        self.optimizer.update(arrays, scale, lr, step, self.buckets.delayed, self.updated)
-
-    def updated(self, piece: Piece) -> None:
-        """Pass an updated piece on to the other ranks; here all of them update it themselves."""
+        self.optimizer.update(scale, lr, step, self.buckets.delayed)
 
     # Between steps.
 
@@ -838,7 +836,7 @@ class Replica:
         return [own] if entries else []
 
     def optimizer_state(self) -> list[StateBuffer]:
-        return self.optimizer.arrays() if self.optimizer.pieces else []
+        return self.optimizer.buffers() if self.optimizer.pieces else []
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         """Continue from values that the arrays of `state` already have, such as a checkpoint's; collective.

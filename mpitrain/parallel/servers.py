@@ -19,7 +19,7 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.flat import Bucket, Span, dealt
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, StepResult, compact, spread

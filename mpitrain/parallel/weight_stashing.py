@@ -75,6 +75,18 @@ class PipeDream(Replica):
 
     def build(self, optimizer: config.Optimizer) -> None:
         super().build(optimizer)
+        # What the optimizer runs through if it updates a version.
+        self._bound = [
+            self.optimizer.bind(
+                {
+                    piece: (version, gradients, None)
+                    if self.mirror is None
+                    else (self.parameters, gradients, version)
+                    for piece, gradients in self.summed.items()
+                }
+            )
+            for version in self._versions
+        ]
         grid, recorder, m = self.grid, self.recorder, self.micro_batches
         self._stages = stages = grid.axes.pp
         # All ranks have computed this number of steps before they know the result of a step.
@@ -132,10 +144,7 @@ class PipeDream(Replica):
         self._made += 1
         if self._newest() is not source:
             self._newest()[...] = source
-        if self.mirror is None:
-            self.owned = dict.fromkeys(self.owned, self._newest())
-        else:
-            self.mirrors = dict.fromkeys(self.owned, self._newest())
+        self.optimizer.bound = self._bound[self._made % len(self._bound)]
 
     def drain_versions(self) -> None:
         """Make the newest version version 0. The pipeline must be empty."""

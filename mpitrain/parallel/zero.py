@@ -48,7 +48,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradient, Gradients, Weights
 from mpitrain.layers.flat import Bucket, Storage, shard
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
 from mpitrain.parallel.grid import EXPERTS, Grid
 from mpitrain.parallel.replica import Replica, Sizes, compact, spread, whole
@@ -285,13 +285,17 @@ class Zero1(Replica):
             self._open.remove(gather)
 
     def apply(self, scale: float, lr: float, step: int) -> None:
-        super().apply(scale, lr, step)
+        """Update this rank's shards, and start the all-gather of each."""
+        self.optimizer.update(
+            scale,
+            lr,
+            step,
+            self.buckets.delayed,
+            updated=lambda piece: self._start(self._gathers[piece]),
+        )
         if not self.settings.overlap:
             with self.exposed:
                 self.sync()
-
-    def updated(self, piece: Piece) -> None:
-        self._start(self._gathers[piece])
 
     def poll(self) -> None:
         super().poll()
@@ -624,11 +628,9 @@ class Zero3(Zero2):
             self._arriving.remove(bucket)
 
     def apply(self, scale: float, lr: float, step: int) -> None:
-        super().apply(scale, lr, step)
+        """Update this rank's shards; the next step gathers them."""
+        self.optimizer.update(scale, lr, step, self.buckets.delayed)
         self._there = {slot: bucket for slot, bucket in self._there.items() if bucket.frozen}
-
-    def updated(self, piece: Piece) -> None:
-        """Do nothing: the next step gathers."""
 
     def sync(self) -> None:
         for bucket in [*self._arriving]:

@@ -41,8 +41,8 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS, adapted, form_for, other_form
 from mpitrain.ops.device import Device
-from mpitrain.optim import RULES, state_bytes
-from mpitrain.optim.rule import BlockWise
+from mpitrain.optim import RULES
+from mpitrain.optim.coded import BlockWise
 from mpitrain.parallel.buckets import kept_apart, slots_of
 from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.modes import mode_of
@@ -509,6 +509,7 @@ def stage_sizes(
 
 def _sizes(job: Job, storage: Storage, shards: int, largest: float, slot: float) -> Sizes:
     config, rounded = job.config, job.device.half or storage.dtype
+    rule = RULES[config.optimizer.name]
     return Sizes(
         config.replication,
         job.axes,
@@ -517,7 +518,7 @@ def _sizes(job: Job, storage: Storage, shards: int, largest: float, slot: float)
         largest,
         storage.dtype.itemsize,
         mirror=rounded.itemsize if config.precision.is_half else 0,
-        state=state_bytes(config.optimizer.name, storage) / max(1, storage.length),
+        state=rule.step.optimizer.state_bytes(rule, storage) / max(1, storage.length),
         frozen=storage.frozen.length,
         slot=slot,
     )

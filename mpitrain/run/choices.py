@@ -17,7 +17,7 @@ from mpitrain.data import source_kind, spellings, token_files, validating
 from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, kinds
 from mpitrain.optim import RULES
-from mpitrain.optim.rules import EVERY
+from mpitrain.optim.optimizer import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.rules import check as check_rules

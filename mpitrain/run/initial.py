@@ -22,7 +22,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.models.table import MODELS
 from mpitrain.models.targets import chosen_targets, is_adapter, targets
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.loading import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_chosen, read_manifest

@@ -30,8 +30,8 @@ from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS, adapted, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
-from mpitrain.optim import check_groups, with_defaults
-from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
+from mpitrain.optim import RULES, check_groups
+from mpitrain.optim.optimizer import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_units, described
@@ -448,7 +448,7 @@ def with_hyper_parameters(config: Config) -> Config:
     The default learning rate is lower if the run starts from a model.
     """
     divisor = (TUNED_ADAPTERS if config.lora.rank else TUNED) if config.run.init_from else 1
-    settings = with_defaults(config.optimizer, divisor)
+    settings = RULES[config.optimizer.name].with_defaults(config.optimizer, divisor)
     return config.model_copy(update={"optimizer": settings})
 
 

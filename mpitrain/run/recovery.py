@@ -26,7 +26,7 @@ from mpitrain.config.faults import of_ranks
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, MpitrainError, PeerLost, TrainingError
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import TensorWise
+from mpitrain.optim.tensors import TensorWise
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import is_synchronous, servers_of
 from mpitrain.run.build import build

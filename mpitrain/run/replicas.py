@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.trainer import Trainer

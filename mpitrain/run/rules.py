@@ -21,9 +21,9 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, form_for, is_tied, kinds
 from mpitrain.ops import OPERATIONS
 from mpitrain.optim import RULES
-from mpitrain.optim.optimizer import DECAYS
-from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise
-from mpitrain.optim.rules import EVERY, unread_keys
+from mpitrain.optim.coded import BlockWise
+from mpitrain.optim.optimizer import DECAYS, EVERY, ElementWise
+from mpitrain.optim.tensors import TensorWise
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import STREAMS, is_synchronous, mode_of
 from mpitrain.parallel.tensor.rows import sequences_together
@@ -245,7 +245,7 @@ def of_common_steps(config: Config, is_needed: object, reason: str) -> Iterator[
 def of_optimizer(config: Config) -> Iterator[Rule]:
     """The rules of an update rule: of a job, since runs of earlier versions may have broken them."""
     settings, rule = config.optimizer, RULES[config.optimizer.name]
-    unread = unread_keys(settings)
+    unread = rule.unread_keys(settings)
     values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in unread)
     readers = [name for name, other in RULES.items() if {*unread} <= {*other.reads}]
     yield (

@@ -8,7 +8,7 @@ import numpy as np
 from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Piece, share
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, Manifest

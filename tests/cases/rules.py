@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from mpitrain.optim.rule import Round, Rule, TensorWise, scalar
+from mpitrain.optim.optimizer import Rule, scalar
+from mpitrain.optim.tensors import Round, TensorWise
 
 
 def gradient(piece, update):

@@ -52,10 +52,10 @@ class ParameterLaws:
     def law_an_update_shows_on_every_rank_after_a_sync(self, trainer):
         replica, flat, pieces = trainer.replica, coded(trainer), []
 
-        def write(arrays, scale, lr, step, delayed, updated):
-            for piece, (parameters, _, mirror) in arrays.items():
+        def write(scale, lr, step, delayed, updated=lambda piece: None):
+            for piece, parameters in replica.owned.items():
                 pieces.append(piece)
-                for view in (parameters, mirror):
+                for view in (parameters, replica.mirrors.get(piece)):
                     if view is not None:
                         view[...] = flat[piece.start : piece.stop]
                 updated(piece)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from mpitrain.errors import ConfigError, TrainingError, gigabytes
 from mpitrain.machine import process
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.trainer import Trainer
 

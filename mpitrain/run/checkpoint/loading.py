@@ -17,7 +17,7 @@ from mpitrain.formats.safetensors_files import INDEX, MOVED, Located, located, r
 from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.manifest import (
     MANIFEST,

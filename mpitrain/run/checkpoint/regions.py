@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.layers.flat import Entry, Storage
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Piece, Runs, one_run, within
 
 PARAMETERS = "parameters"

@@ -48,7 +48,7 @@ from mpitrain.formats.safetensors_files import (
 )
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,

@@ -15,7 +15,7 @@ from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
-from mpitrain.optim.state import StateBuffer
+from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import Done, Manifest

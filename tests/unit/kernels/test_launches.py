@@ -14,6 +14,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops.device import cuda_ops
+from mpitrain.optim import RULES
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.regions import Piece
 from mpitrain.run.count.operations import Unlaunched
@@ -73,8 +74,11 @@ def step(compute, micro_batches=1):
         for unit, w, dw in zip(units[::-1], weights[::-1], gradients[::-1], strict=True):
             dy = backward(unit.layer, w, dy, saved.pop(), dw, arena)
     ops.gradient_facts(flat, arena)
-    optimizer = OptimizerOfRank(Optimizer(), storage, [whole], ops, HostBackend(), arena)
-    optimizer.update({whole: (masters, flat, mirror)}, 1.0, 1e-3, 1)
+    arrays = {whole: (masters, flat, mirror)}
+    optimizer = OptimizerOfRank(
+        RULES["adamw"], Optimizer(), storage, arrays, ops, HostBackend(), arena
+    )
+    optimizer.update(1.0, 1e-3, 1)
     return kernels.names
 
 

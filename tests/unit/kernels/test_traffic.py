@@ -17,7 +17,7 @@ from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import ElementWise, Update
+from mpitrain.optim.optimizer import ElementWise, Update
 from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn

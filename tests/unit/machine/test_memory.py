@@ -16,7 +16,8 @@ from mpitrain.machine import process
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import BlockWise, TensorWise
+from mpitrain.optim.coded import BlockWise
+from mpitrain.optim.tensors import TensorWise
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, is_synchronous, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build

@@ -11,9 +11,8 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED, block_count, decode, encode
 from mpitrain.ops.device import host_ops
-from mpitrain.optim import Optimizer as OptimizerOfRank
-from mpitrain.optim import state_bytes
-from mpitrain.optim.coded import CodedState, is_coded, regions
+from mpitrain.optim import RULES
+from mpitrain.optim.coded import CodedOptimizer, CodedState, is_coded, regions
 from mpitrain.regions import Piece
 from mpitrain.run.job import with_hyper_parameters
 
@@ -113,7 +112,8 @@ def test_large_tensors_are_coded_but_for_embeddings_and_tied_ones():
     assert not any(is_coded(STORAGE, entry) for entry in entries)
     plain = 2 * (63 * 64 + 103) + 70 * 64 + 5000
     blocks = (70 * 64 + 5000) / 256
-    assert state_bytes("adamw8bit", STORAGE) == 2 * (70 * 64 + 5000 + 4 * blocks + 4 * plain)
+    state_bytes = CodedOptimizer.state_bytes(RULES["adamw8bit"], STORAGE)
+    assert state_bytes == 2 * (70 * 64 + 5000 + 4 * blocks + 4 * plain)
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -163,13 +163,16 @@ def test_steps_follow_those_of_adamw_and_leave_small_tensors_bitwise_equal():
         flat = np.zeros(STORAGE.length, np.float32)
         STORAGE.initialize(flat, 0, HostBackend())
         pieces = [Piece(0, 4192, 0), Piece(4192, STORAGE.length, 4192)]
-        own = OptimizerOfRank(settings, STORAGE, pieces, host_ops(), HostBackend(), Arena())
+        gradients, rule = np.empty_like(flat), RULES[name]
+        here = {piece: slice(piece.start, piece.stop) for piece in pieces}
+        arrays = {piece: (flat[at], gradients[at], None) for piece, at in here.items()}
+        own = rule.step.optimizer(
+            rule, settings, STORAGE, arrays, host_ops(), HostBackend(), Arena()
+        )
         rng = np.random.default_rng(1)
         for step in range(1, 11):
-            gradients = rng.standard_normal(STORAGE.length).astype(np.float32)
-            here = {piece: slice(piece.start, piece.stop) for piece in pieces}
-            arrays = {piece: (flat[at], gradients[at], None) for piece, at in here.items()}
-            own.update(arrays, 1.0, 0.01, step)
+            gradients[:] = rng.standard_normal(STORAGE.length)
+            own.update(1.0, 0.01, step)
         parameters[name] = flat
     one, other = parameters.values()
     for entry in STORAGE.entries:

@@ -13,8 +13,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES, check_groups
-from mpitrain.optim import Optimizer as OptimizerOfRank
-from mpitrain.optim.rule import HyperParameters, group_of
+from mpitrain.optim.optimizer import HyperParameters, group_of
 from mpitrain.regions import Piece
 from mpitrain.run.build import build
 from mpitrain.run.job import with_hyper_parameters
@@ -107,19 +106,20 @@ def stepped(name, groups, steps=10, kind="cpu"):
     start = {entry.name: entry.view(parameters).copy() for entry in storage.entries}
     cuts = [(0, 37), (37, storage.length)]
     pieces = [Piece(low, high, low) for low, high in cuts]
-    optimizer = OptimizerOfRank(
-        section, storage, pieces, device.ops, device.backend, device.arena()
-    )
     gradients, flat = [], np.zeros(storage.length)
     arrays = {
         piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop], None)
         for piece in pieces
     }
+    rule = RULES[name]
+    optimizer = rule.step.optimizer(
+        rule, section, storage, arrays, device.ops, device.backend, device.arena()
+    )
     for step in range(1, steps + 1):
         for entry in storage.entries:
             entry.view(flat)[...] = rng.standard_normal(entry.parameter.local_shape)
         gradients.append({entry.name: entry.view(flat).copy() for entry in storage.entries})
-        optimizer.update(arrays, 0.5, 0.03, step)
+        optimizer.update(0.5, 0.03, step)
     found = {entry.name: entry.view(parameters).copy() for entry in storage.entries}
     return section, start, gradients, found
 

@@ -11,11 +11,12 @@ import mpitrain
 from mpitrain.config import Optimizer, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import GRAIN, FlatLayout
 from mpitrain.ops import OPERATIONS
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
-from mpitrain.optim.rules import EVERY
-from mpitrain.optim.tensors import blocks
+from mpitrain.optim.coded import BlockWise
+from mpitrain.optim.optimizer import EVERY, ElementWise, columns, elements, rows, scalar
+from mpitrain.optim.tensors import TensorWise, blocks
 from mpitrain.run import rules
 from mpitrain.run.choices import parse as parse_names
 from mpitrain.run.job import with_hyper_parameters
@@ -93,8 +94,13 @@ def test_the_page_says_which_rules_run_in_which_layouts_with_what_state():
 
 def test_other_buffers_of_the_state_count_in_the_estimate_of_memory():
     tensors = [Parameter("w", (3, 5), None, True), Parameter("b", (7,), None, False)]
-    found = {name: RULES[name].other_elements(tensors) for name in ("adamw", "adafactor", "muon")}
-    assert found == {"adamw": 0, "adafactor": 3 + 5 + 7, "muon": 7}
+    layout = FlatLayout([tensors], np.dtype(np.float32), GRAIN)
+
+    def others(rule):
+        return rule.step.optimizer.state_bytes(rule, layout) - rule.nbytes(4) * layout.length
+
+    found = {name: others(RULES[name]) for name in ("adamw", "adafactor", "muon")}
+    assert found == {"adamw": 0, "adafactor": 4 * (3 + 5 + 7), "muon": 4 * 7}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import device_for
-from mpitrain.optim import Optimizer
+from mpitrain.optim import RULES
 from mpitrain.optim.rules import is_hidden_matrix
 from mpitrain.regions import Piece
 from mpitrain.run.job import with_hyper_parameters
@@ -44,7 +44,8 @@ def stepped(kind, *settings, steps=STEPS):
     backend, piece = device.backend, Piece(0, storage.length, 0)
     parameters, flat = (backend.zeros(storage.length, "float64") for _ in range(2))
     storage.initialize(parameters, 0, backend)
-    optimizer = Optimizer(section, storage, [piece], device.ops, backend, Arena())
+    rule, arrays = RULES[section.name], {piece: (parameters, flat, None)}
+    optimizer = rule.step.optimizer(rule, section, storage, arrays, device.ops, backend, Arena())
     start, gradients = tensors(storage, backend.to_host(parameters)), []
     for step in range(1, steps + 1):
         drawn = np.zeros(storage.length)
@@ -52,7 +53,7 @@ def stepped(kind, *settings, steps=STEPS):
             entry.view(drawn)[...] = rng.standard_normal(entry.parameter.local_shape)
         gradients.append(tensors(storage, SCALE * drawn))
         backend.put(flat, drawn)
-        optimizer.update({piece: (parameters, flat, None)}, SCALE, LR, step)
+        optimizer.update(SCALE, LR, step)
     return section, start, gradients, tensors(storage, backend.to_host(parameters))
 
 

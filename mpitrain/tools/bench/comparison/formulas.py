@@ -18,7 +18,7 @@ from mpitrain.layers.base import TokenShare
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import TensorWise
+from mpitrain.optim.tensors import TensorWise
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline.schedules import STREAMS, Send, fused_at_the_input, training_program
 from mpitrain.regions import share

@@ -16,7 +16,7 @@ from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import cuda_ops
 from mpitrain.ops.table import Operand
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import ElementWise
+from mpitrain.optim.optimizer import ElementWise
 from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.text_table import TextColumn, TextTable
 

@@ -395,14 +395,14 @@ class Watch:
         self._buffers = {buffer.name: buffer for buffer in trainer.replica.state()}
         self._first_bytes = trainer.transport.traffic.nbytes
         replica = trainer.replica
+        optimizer: Any = replica.optimizer
+        update = optimizer.update
         if self._rows:
-            optimizer: Any = replica.optimizer
             optimizer.update = self._earlier
             replica.apply(1.0, 0.0, 1)
-            del optimizer.update
         self._stored = self._read_parameters()
         self._note((0,), "start")
-        apply, updated = replica.apply, replica.updated
+        apply = replica.apply
 
         def watched(scale: float, lr: float, step: int) -> None:
             self._opened = {}
@@ -411,17 +411,23 @@ class Watch:
             apply(scale, lr, step)
             self._note((self._step, UPDATED), Sentence("update"))
 
-        def passed_on(piece: Piece) -> None:
-            self._read_piece(piece, replica.owned[piece])
-            updated(piece)
+        def by_piece(
+            *numbers: Any, updated: Callable[[Piece], object] = lambda piece: None
+        ) -> None:
+            def read(piece: Piece) -> None:
+                self._read_piece(piece, replica.owned[piece])
+                updated(piece)
+
+            update(*numbers, updated=read)
 
         replica.apply = watched  # type: ignore[method-assign]
-        replica.updated = passed_on  # type: ignore[method-assign]
+        optimizer.update = by_piece
 
-    def _earlier(self, arrays: Any, *facts: Any) -> None:
+    def _earlier(
+        self, *numbers: Any, updated: Callable[[Piece], object] = lambda piece: None
+    ) -> None:
         """Update the parameters as a step before the first one would have done; as `Optimizer.update`."""
-        *_, updated = facts
-        for piece, (parameters, *_) in arrays.items():
+        for piece, parameters in self.trainer.replica.owned.items():
             parameters[...] = self._symbols.cell("v", parameters.size)
             updated(piece)
 
