@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,8 @@ def pytest_collection_modifyitems(config, items):
 
 def _cover(config, items):
     """Of each test with several parameters, keep a few combinations in which every value of every parameter occurs; of
-    those marked `product`, all. What is skipped here costs nothing, proves nothing and stays.
+    those marked `pairs`, every two values of two parameters; of those marked `product`, all. What is skipped here costs
+    nothing, proves nothing and stays.
     """
     of_function = defaultdict(list)
     for item in items:
@@ -138,7 +140,8 @@ def _cover(config, items):
     for alike in of_function.values():
         parameters = _parameters(alike[0])
         if len(alike) > 1 and len(parameters) > 1:
-            left_out |= {*alike} - {*_covering(alike, parameters)}
+            at_once = 2 if alike[0].get_closest_marker("pairs") else 1
+            left_out |= {*alike} - {*_covering(alike, parameters, at_once)}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -152,7 +155,11 @@ def _skips(item):
 
 
 def _parameters(item):
-    """Names of each parameter: of a `parametrize` one or more that go together; of a fixture with `params` its own."""
+    """Names of each parameter: of a `parametrize` one or more that go together; of a fixture with `params`, and of a test
+    marked `pairs`, its own.
+    """
+    if item.get_closest_marker("pairs"):
+        return [[name] for name in item.callspec.params]
     written = [mark.args[0] for mark in item.iter_markers("parametrize")]
     marks = [
         each.replace(",", " ").split() if isinstance(each, str) else [*each] for each in written
@@ -161,15 +168,15 @@ def _parameters(item):
     return marks + [[name] for name in item.callspec.params if name not in marked]
 
 
-def _covering(items, parameters):
-    """Items that together have each value of each parameter; of those with most new values, the one whose values were
-    taken least.
+def _covering(items, parameters, at_once):
+    """Items that together have each value of each parameter, or every so many at once that one item has; of those with
+    most new ones, the one whose values were taken least.
     """
     # A value is the same object in all combinations.
     values = {
         item: [
-            (*together, *(id(item.callspec.params[name]) for name in together))
-            for together in parameters
+            tuple((name, id(item.callspec.params[name])) for names in chosen for name in names)
+            for chosen in combinations(parameters, at_once)
         ]
         for item in items
     }

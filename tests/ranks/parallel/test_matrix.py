@@ -1,21 +1,26 @@
-"""Law 5 and 6: a job has the curve and the tensors of one rank in every layout, and in every mode with such a curve.
+"""Law 5 and 6: a job has the curve and the tensors of one rank in every layout, in every precision, and in every mode with
+such a curve.
 
-Modes `local` and `gossip`, and servers without `update=sync`, have curves of their own; test_servers.py has those of servers.
+CELLS has every mode in every layout that it serves, each in every precision, of one small job. It compares with one rank in
+float64. MATRIX has what else meets in a layout, in float64: a row is a job with its cells, the ranks and the settings of the
+mode, layout and all-reduce. One rank trains each model once.
 
-A row of MATRIX is a job with its cells: the ranks, and the settings of the mode, layout and all-reduce. One rank trains each
-model once.
+Workers that train apart have curves of their own (test_averaging.py, test_async_servers.py, test_async_pipeline.py). In CELLS
+nothing is late, and they have that of one rank, too.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import count, cycle, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import pytest
 
 from mpitrain.collectives.selection.table import choices
-from mpitrain.parallel.modes import MODES, ZERO
+from mpitrain.errors import ConfigError
+from mpitrain.parallel.modes import MODES, STREAMS, ZERO, mode_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.cases.own_layers import units
@@ -48,7 +53,7 @@ TIED, RING = "model.tied=true", "replication.algorithm=ring"
 TWO, THREE = "batch.micro_batches=2", "batch.micro_batches=3"
 UNIT, OWN_ROWS = "memory.recompute=unit", "layout.sequence_parallel=true"
 KEPT, PARTED = "layout.keep_gathered=true", "replication.overlap=false"
-MASTER = "replication.mode=master"
+MASTER, SERVER = "replication.mode=master", "replication.mode=server"
 
 
 def zero(stage):
@@ -103,6 +108,18 @@ ROOTS = {
     "one rank": (1, [MASTER, PARTED]),
     "in turn": (2, [MASTER, PARTED]),
     "uneven rows, micro-batches, tied": (5, [MASTER, THREE, TIED]),
+    **{
+        f"{workers} workers, {servers} servers": (
+            workers + servers,
+            [SERVER, f"replication.servers={servers}", *more],
+        )
+        for workers, servers, *more in (
+            (3, 2, "optimizer.name=sgd", TWO),
+            (2, 1, "optimizer.name=momentum", "optimizer.clip=0"),
+            (1, 2, "optimizer.clip=0.3"),
+            (2, 6, "optimizer.clip=0.3", TIED, TWO),
+        )
+    },
 }
 
 
@@ -173,6 +190,7 @@ BERTS = {
     "cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", UNIT, *DROPPED]),
     "recomputed, tiled": (1, ["memory.recompute=2", "memory.attention=tiled", *DROPPED]),
     "master": (3, [MASTER, "memory.recompute=attention", *DROPPED]),
+    "servers": (3, [SERVER, *DROPPED]),
     "texts, tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", THREE, *TEXTS]),
     "texts, zero 3": (5, [zero(3), UNIT, *TEXTS]),
     "adapters": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=query,dense"]),
@@ -365,9 +383,147 @@ def test_every_mode_with_the_curve_of_one_rank_is_in_the_matrix():
         for job in MATRIX.values()
         for _, settings in job.cells.values()
     }
-    assert modes == {*MODES} - {*APART, "server"}
+    assert modes == {*MODES} - {*APART}
 
 
 def test_every_schedule_is_in_the_matrix():
     assert len(GRIDS) == len({axes for axes, *_ in GRIDS}) == 23
     assert {name for _, name, *_ in GRIDS} == set(SCHEDULES)
+
+
+JOB = [
+    *("model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "batch.size=8"),
+    *("run.eval_rows=12", "optimizer.name=sgd", "optimizer.lr=0.3", "optimizer.clip=0"),
+    *("optimizer.warmup=0", "optimizer.weight_decay=0", "replication.bucket_mb=0.002"),
+]
+"""Plain gradient descent: what a step rounds is not amplified."""
+TENSOR, PIPELINE = "layout.tp=2", ("layout.pp=2", TWO)
+LAYOUTS = {
+    "one rank": (1, []),
+    "2 replicas": (2, []),
+    "3 replicas": (3, [TWO]),
+    "tp": (2, [TENSOR]),
+    "own rows": (2, [TENSOR, OWN_ROWS]),
+    "cp": (2, ["layout.cp=2"]),
+    "ring": (2, ["layout.cp=2", "layout.cp_mode=ring"]),
+    "1f1b": (2, [*PIPELINE]),
+    "gpipe": (2, [*PIPELINE, "pipeline.schedule=gpipe"]),
+    "zero-bubble": (2, [*PIPELINE, "pipeline.schedule=zero-bubble"]),
+    "dp x tp x pp": (8, [*PIPELINE, TENSOR, "pipeline.schedule=gpipe"]),
+}
+"""{layout: (ranks, settings)}"""
+
+
+class Mode(NamedTuple):
+    """A mode of training, in which nothing is late.
+
+    layouts   those that it serves, with as many replicas that nothing is late
+    servers   ranks beside those of the layout
+    is_apart  whether its workers update by themselves: they have no loss scale in common, which float16 needs
+    """
+
+    settings: Sequence[str]
+    layouts: Sequence[str] = (*LAYOUTS,)
+    servers: int = 0
+    is_apart: bool = False
+
+
+ALONE = ("one rank",)
+REPLICATED = (*ALONE, "2 replicas", "3 replicas")
+EACH_STEP = ["replication.period=1", "checkpoint.every=1"]
+EVERY = {
+    "all-reduce": Mode([]),
+    "zero 1": Mode([zero(1)]),
+    **{
+        f"zero {n}": Mode(
+            [zero(n)], [each for each in LAYOUTS if each not in ("1f1b", "zero-bubble")]
+        )
+        for n in (2, 3)
+    },
+    "master": Mode([MASTER], REPLICATED),
+    "servers": Mode([SERVER, "replication.servers=2"], REPLICATED, 2),
+    "async servers": Mode([SERVER, "replication.update=async"], ALONE, 1, True),
+    "bounded servers": Mode([SERVER, "replication.update=bounded"], ALONE, 1, True),
+    "local": Mode(["replication.mode=local", *EACH_STEP], REPLICATED, 0, True),
+    # Of two workers, each has the mean of both.
+    "gossip": Mode(["replication.mode=gossip", *EACH_STEP], (*ALONE, "2 replicas"), 0, True),
+    # The pipe runs empty after every step; of `async`, each micro-batch is an update.
+    "async": Mode(
+        ["pipeline.schedule=async", *EACH_STEP, "batch.micro_batches=1"],
+        (*REPLICATED, "tp", "own rows"),
+        is_apart=True,
+    ),
+    "async-2bw": Mode(
+        ["pipeline.schedule=async-2bw", *EACH_STEP],
+        (*REPLICATED, "tp", "own rows", "1f1b", "dp x tp x pp"),
+        is_apart=True,
+    ),
+}
+ROUNDOFF = {"float64": 2.0**-50, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""What a number loses when it is rounded, in parts of it; of float64 the last bits of a sum."""
+CELLS = [
+    (mode, layout, precision)
+    for mode, row in EVERY.items()
+    for layout in row.layouts
+    for precision in ROUNDOFF
+    if not (precision == "float16" and row.is_apart)
+]
+
+
+def of_cell(mode, layout, precision):
+    """The number of ranks, and what `train` takes."""
+    own, (ranks, settings) = EVERY[mode], LAYOUTS[layout]
+    chosen = [*settings, *own.settings, f"precision.compute={precision}"]
+    return ranks + own.servers, Job(JOB, 4, {}), chosen
+
+
+@cache
+def exact():
+    return run_ranks(1, train, *of_cell("all-reduce", "one rank", "float64")[1:])[0]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("mode, layout, precision", CELLS)
+def test_every_mode_in_every_layout_rounds_as_its_precision_says(mode, layout, precision):
+    """Losses within half a rounding of one rank in float64, norms within 4 and tensors within 16, and not nearer than one:
+    what is computed in more bits than it should be goes red as well.
+    """
+    ranks, *job = of_cell(mode, layout, precision)
+    truth, found, unit = exact(), run_ranks(ranks, train, *job), ROUNDOFF[precision]
+    assert np.ptp(truth.told[:, 0]) > 1, "the loss must move, or equality says nothing"
+    (losses, norms), evaluated = truth.told[:-1].T, truth.told[-1, 0]
+    for own in found:
+        assert np.all(np.abs(own.told[:-1, 0] - losses) <= unit / 2 * losses)
+        assert abs(own.told[-1, 0] - evaluated) <= unit / 2 * evaluated
+        # Of workers that average parameters, it is the mean of their own.
+        if mode not in ("local", "gossip") or ranks == 1:
+            assert np.all(np.abs(own.told[:-1, 1] - norms) <= 4 * unit * norms)
+    apart = {}
+    for own in found:
+        for name, (parameter, values) in own.tensors.items():
+            whole = truth.tensors[name][1]
+            off = np.abs(values - parameter.part_of(whole)).max() / np.abs(whole).max()
+            apart[name] = max(apart.get(name, 0), off)
+    assert apart.keys() == truth.tensors.keys()
+    assert max(apart.values()) <= 16 * unit
+    assert precision == "float64" or max(apart.values()) >= unit
+
+
+def test_what_is_not_in_the_matrix_is_refused():
+    """More workers of an asynchronous server, and three that gossip, have curves of their own."""
+    for mode, row in EVERY.items():
+        served = {*row.layouts, *(REPLICATED if row.is_apart else ())}
+        unserved = [(name, "float64") for name in LAYOUTS if name not in served]
+        for name, precision in [*unserved, *[("one rank", "float16")] * row.is_apart]:
+            if mode in STREAMS and "pipeline.schedule" in str(LAYOUTS[name]):
+                continue  # a pipeline has one schedule
+            ranks, *job = of_cell(mode, name, precision)
+            with pytest.raises(ConfigError):
+                run_ranks(ranks, train, *job)
+
+
+def test_every_mode_and_precision_is_in_the_matrix():
+    rows = [configured(*JOB, *row.settings) for row in EVERY.values()]
+    met = {mode_of(config.replication, config.pipeline.schedule) for config in rows}
+    assert {*MODES.values(), *ZERO.values(), *STREAMS.values()} == met
+    assert {*ROUNDOFF} == {*get_args(type(rows[0].precision).model_fields["compute"].annotation)}

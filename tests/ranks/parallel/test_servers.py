@@ -1,4 +1,4 @@
-"""Parameter servers: the curve of one rank, on workers and servers of any number; what each rank holds and sends."""
+"""Parameter servers: runs repeat bitwise; what each rank holds and sends. Their curve is that of one rank (test_matrix.py)."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
-from tests.training import STEPS, TINY, configured, curves, near, same, stepped
+from tests.training import TINY, configured, curves, same, stepped
 
 SERVER, SHORT = "replication.mode=server", 6
 pytestmark = pytest.mark.slow
@@ -31,10 +31,10 @@ def served(transport, config, steps):
     return told, pieces, validated, trainer.storage
 
 
-def curve(workers, servers, *settings, steps=SHORT):
+def curve(workers, servers, *settings):
     """What all ranks saw, which must be one, and the servers' parameters are what the workers hold."""
     config = configured(*settings, SERVER, f"replication.servers={servers}")
-    every = run_ranks(workers + servers, served, config, steps)
+    every = run_ranks(workers + servers, served, config, SHORT)
     told, pieces, validated, storage = every[0]
     (whole,), count = pieces.values(), 0
     for rank, (others, pieces, others_validated, _) in enumerate(every):
@@ -44,25 +44,6 @@ def curve(workers, servers, *settings, steps=SHORT):
             count += len(values) if rank >= workers else 0
     assert count == len(whole), "each element lies on one server"
     return *told, np.concatenate([e.view(whole).ravel() for e in storage.entries])
-
-
-@pytest.mark.parametrize(
-    "optimizer, grids, steps",
-    [
-        ("name=sgd", [(3, 2)], STEPS),
-        ("name=momentum", [(2, 1), (2, 2)], SHORT),
-        ("name=adamw clip=0.3", [(1, 2), (2, 6)], SHORT),
-        ("name=adamw clip=0", [(3, 1)], STEPS),
-    ],
-)
-def test_in_float64_workers_and_servers_equal_one_rank(optimizer, grids, steps):
-    base = [*TINY, "precision.compute=float64", "model.tied=true", "batch.size=10"]
-    settings = [*base, *(f"optimizer.{key}" for key in optimizer.split())]
-    alone = curves(1, *settings, steps=steps)
-    assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
-    for workers, servers in grids:
-        found = curve(workers, servers, *settings, "batch.micro_batches=2", steps=steps)
-        assert near(alone, found), (workers, servers)
 
 
 def test_a_run_repeats_bitwise_and_one_worker_has_the_bits_of_one_rank():

@@ -52,13 +52,23 @@ def points(name):
     ]
 
 
+def few(name):
+    """Those of at most 4 stages: for claims that cost several simulations each."""
+    return [(p, m, v) for p, m, v in points(name) if p <= 4 and m in (1, 2, 3, 4, 7, 8)]
+
+
 planned = cache(plan_of)
 
 
 @cache
+def programs(name, p, m, v):
+    """The instructions of each stage of a plan, messages included."""
+    return with_messages(planned(name, p, m, v))
+
+
+@cache
 def simulated(name, p, m, v):
-    plan = planned(name, p, m, v)
-    return simulate(with_messages(plan), [Cost()] * len(plan.stage_of))
+    return simulate(programs(name, p, m, v), [Cost()] * p * v)
 
 
 def share(simulation, p):
@@ -86,9 +96,7 @@ def test_every_plan_is_complete_and_cannot_deadlock(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_program_without_first_backwards_ends(name):
-    for p, m, v in points(name):
-        if p > 4 or m not in (1, 2, 3, 4, 7, 8):
-            continue
+    for p, m, v in few(name):
         parts = len(planned(name, p, m, v).stage_of)
         for first in {0, 1 % parts, parts // 2, parts - 1}:
             program = with_messages(fused_at_the_input(planned(name, p, m, v), first))
@@ -112,10 +120,9 @@ def test_a_program_without_first_backwards_ends(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
     for p, m, v in points(name):
-        plan = planned(name, p, m, v)
         ends = {Send: defaultdict(list), Receive: defaultdict(list), Complete: defaultdict(list)}
         handed = 0
-        for stage, mine in enumerate(with_messages(plan)):
+        for stage, mine in enumerate(programs(name, p, m, v)):
             for instruction in mine:
                 if type(instruction) in ends:
                     what, chunk, micro, peer = instruction
@@ -133,7 +140,7 @@ def test_sends_pair_with_receives_in_order_and_none_goes_to_its_own_stage(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_send_completes_before_the_backward_that_proves_it(name):
     for p, m, v in points(name):
-        program = with_messages(plan := planned(name, p, m, v))
+        program = programs(name, p, m, v)
         for mine in program:
             sent, most = set(), 0
             for i in mine:
@@ -158,7 +165,7 @@ def test_a_send_completes_before_the_backward_that_proves_it(name):
                 ]
                 for mine in program
             ]
-            costs = [Cost(1, 2, 3)] * len(plan.stage_of)
+            costs = [Cost(1, 2, 3)] * p * v
             assert simulate(program, costs, 0.5, 0.25) == simulate(last, costs, 0.5, 0.25)
 
 
@@ -327,9 +334,9 @@ TRANSFERS = {
 }
 
 
-def added(plan):
+def added(name, p, m, v):
     """What transfers of 1 add where each half takes 2."""
-    program, costs = with_messages(plan), [Cost(2, 2, 2)] * len(plan.stage_of)
+    program, costs = programs(name, p, m, v), [Cost(2, 2, 2)] * p * v
     return simulate(program, costs, 1).makespan - simulate(program, costs).makespan
 
 
@@ -343,7 +350,7 @@ def test_a_transfer_costs_what_the_formula_says(name):
         and {
             point: found
             for point in served
-            if (found := added(planned(name, *point))) != TRANSFERS[name](*point)
+            if (found := added(name, *point)) != TRANSFERS[name](*point)
         }
         == {}
     )
@@ -430,15 +437,14 @@ def test_an_eager_message_travels_before_its_receive_is_posted():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_eager_messages_are_never_later_and_free_ones_are_as_fast(name):
-    for point in points(name):
-        plan = planned(name, *point)
-        program, costs = with_messages(plan), [Cost()] * len(plan.stage_of)
+    for p, m, v in few(name):
+        program, costs = programs(name, p, m, v), [Cost()] * p * v
         for transfer in (0, 0.5, 5):
             eager, other = (
                 simulate(program, costs, transfer, 0.25, is_eager).makespan
                 for is_eager in (True, False)
             )
-            assert eager == other if transfer == 0 else eager <= other, (point, transfer)
+            assert eager == other if transfer == 0 else eager <= other, (p, m, v, transfer)
 
 
 def test_host_overhead_precedes_each_instruction_and_is_not_compute():
