@@ -37,8 +37,7 @@ A caller whose computation is to wait, not its host, ends the run by `order`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -266,76 +265,66 @@ class StreamOrdered(Reduction):
         # Empty messages by which all ranks tell each other that their work has ended.
         self._ends: list[Request] = []
         self._done: Copy | None = None
-        self._step = 0
+        self._is_ordered = False  # Whether this run ends by `order`.
         # Another rank may be about to launch its waits when this one drops the reduction.
         weakref.finalize(self, transport.retired.extend, (ready[0], done[0])).atexit = False
 
-    def _start(self) -> None:
+    def order(self) -> bool:
+        self._is_ordered = True
+        return self.poll()
+
+    def _steps(self) -> Iterator[Request]:
+        self._is_ordered = False
         self._ready[0].record()
         self._recorded.start()
-        self._step = 0
-
-    def _go_on(self, blocks: bool = False) -> bool:
-        steps = self._has_launched, self._has_posted, self._has_computed, self._have_all_ended
-        if blocks:
-            self._transport.wait_until(partial(self._do, *steps), what=self)
-        return self._do(*steps)
-
-    def _follow(self) -> bool:
-        return self._do(self._has_launched, self._has_entered, self._has_followed)
-
-    def _do(self, *steps: Callable[[], bool]) -> bool:
-        """Do the steps that are left, as far as they return True; return whether all have."""
-        while self._step < len(steps) and steps[self._step]():
-            self._step += 1
-        return self._step == len(steps)
+        yield self._recorded
+        self._launch()
+        if self._is_ordered:
+            self._launched.start()
+            yield self._launched
+            self._follow(self._events)
+            return
+        transport, tag = self._transport, self._tag
+        self._ends = [transport.start_recv(self._empty, peer, tag) for peer in self._peers]
+        yield _Until(self._has_computed, self)
+        self._ends += [transport.start_send(self._empty, peer, tag) for peer in self._peers]
+        yield _Until(self._have_all_ended, self)
 
     def __str__(self) -> str:
         return f"{self._recorded}{self._launched}{named(self._ends)}" or "the work of this GPU"
 
-    def _has_launched(self) -> bool:
-        """Launch the waits and the work when all ranks have recorded R; return whether they have."""
-        if not self._recorded.poll():
-            return False
-        (own, others), backend = self._ready, self._transport.backend
+    def _launch(self) -> None:
+        """Launch the waits for R of all ranks, which have recorded it, and the work."""
         with self._aside.here():
-            for event in (own, *others):
-                backend.follow(event)
+            self._follow(self._ready)
             self._work()
             self._events[0].record()
-            self._done = backend.so_far()
-        return True
+            self._done = self._transport.backend.so_far()
 
-    def _has_entered(self) -> bool:
-        self._launched.start()
-        return True
-
-    def _has_followed(self) -> bool:
-        """Let the computation wait for D of all ranks once they have recorded it; return whether it does."""
-        if not self._launched.poll():
-            return False
-        own, others = self._events
+    def _follow(self, events: tuple[SharedEvent, Sequence[Any]]) -> None:
+        """Let the current stream wait for these events of all ranks."""
+        own, others = events
         for event in (own, *others):
             self._transport.backend.follow(event)
-        return True
-
-    def _has_posted(self) -> bool:
-        self._ends = [
-            self._transport.start_recv(self._empty, peer, self._tag) for peer in self._peers
-        ]
-        return True
 
     def _has_computed(self) -> bool:
-        """Return whether D has passed, and then announce it; PeerLost if a rank has ended."""
+        """Return whether D has passed; PeerLost if a rank has ended."""
         self._have_all_ended()
         assert self._done is not None  # The launch has set it.
-        if not self._aside.has_passed(self._done):
-            return False
-        self._ends += [
-            self._transport.start_send(self._empty, peer, self._tag) for peer in self._peers
-        ]
-        return True
+        return self._aside.has_passed(self._done)
 
     def _have_all_ended(self) -> bool:
         self._ends = [request for request in self._ends if not request.test()]
         return not self._ends
+
+
+class _Until:
+    """A request that is complete once a function of a reduction returns True."""
+
+    source = -1
+
+    def __init__(self, test: Callable[[], bool], reduction: StreamOrdered):
+        self.test, self._reduction = test, reduction
+
+    def wait(self) -> None:
+        self._reduction._transport.wait_until(self.test, what=self._reduction)

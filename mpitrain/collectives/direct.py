@@ -13,20 +13,25 @@ sums its own elements of chunk r first, then the elements of ranks r + 1, r + 2 
 reduce-scatter and then an all-gather give the bits of the all-reduce.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from itertools import cycle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.executor import Agreed, Execution, Reduction, by_numpy
-from mpitrain.collectives.plans.exchanges import barrier
+from mpitrain.collectives.engine.executor import (
+    Agreed,
+    Combine,
+    Phase,
+    Reduction,
+    SharedMemory,
+    by_numpy,
+)
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
+from mpitrain.regions import share
 from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.device import DeviceTransport
 from mpitrain.transport.native import bind_native_all_reduce
@@ -46,66 +51,6 @@ A barrier takes longer than reading all arrays of this size.
 
 Slot = list[np.ndarray]
 """Region of every rank's window, by rank: the array itself, or a copy of it."""
-
-
-Phase = Sequence[tuple[np.ndarray, np.ndarray, bool]]
-"""Copies and sums of one rank, (target, source, is_sum), in this order."""
-
-
-class SharedMemory(Reduction):
-    """Collective through shared memory: phases of local work, with a barrier between two of them.
-
-    turns  the phases of a run; or those of two runs, which take turns. One list has three phases:
-           the second barrier comes before any rank may overwrite an array that others read. Of two
-           lists each has copies of its own, and one barrier a run is enough: a rank that enters it
-           has read the copies of the run before
-    """
-
-    is_messages = False
-
-    def __init__(
-        self,
-        transport: Transport,
-        array: np.ndarray,
-        op: str,
-        tag: int,
-        turns: Sequence[Sequence[Phase]],
-    ):
-        self._transport, self._combine, self._tag = transport, by_numpy(array, op), tag
-        self._turns = cycle(turns)
-
-    @cached_property
-    def _meeting(self) -> Execution:
-        """The barrier of a run in the background, made at the first: most activations have none."""
-        transport = self._transport
-        steps = barrier(transport.rank, transport.size)
-        return Execution(transport, np.empty(0, np.uint8), "add", steps, self._tag)
-
-    def _run(self) -> None:
-        for _ in self._phases():
-            self._transport.barrier()
-
-    def _steps(self) -> Iterator[Request]:
-        for _ in self._phases():
-            self._meeting.start()
-            yield self._meeting
-
-    def _phases(self) -> Iterator[None]:
-        """Do the phases of a run; yield between two of them, where all ranks must have done the first."""
-        if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
-            raise CommError(
-                f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
-                "it was split from is closed.",
-                "Close it when all reductions have ended.",
-            )
-        for number, phase in enumerate(next(self._turns)):
-            if number:
-                yield
-            for target, source, is_sum in phase:
-                if is_sum:
-                    self._combine(target, source)
-                else:
-                    target[:] = source
 
 
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
@@ -150,50 +95,30 @@ def bind_shared(
         from mpitrain.collectives.cuda_ipc import bind_shared_gpu
 
         return bind_shared_gpu(operation, transport, array, op, agreed.tag, arithmetic)
-    slots, window = _slots(transport, array, agreed)
-    if not slots:
-        transport.windows.settle()
-        return None
-    turns = TURNS[operation](transport.rank, array.reshape(-1), slots)
-    reduction = SharedMemory(transport, array, op, agreed.tag, turns)
-    if window is not None:
-        reduction.scratch_bytes = _borrowed(transport, array)[2]
-        transport.windows.use(window, reduction)
-    transport.windows.settle()
-    return reduction
-
-
-def _slots(
-    transport: Transport, array: np.ndarray, agreed: Agreed
-) -> tuple[list[Slot], int | None]:
-    """Return the slots of a binding, and the number of the window with copies, or None without copies.
-
-    A small array has two slots, any other has one. There is none, on every rank, if the host has no
-    room for a window.
-    """
-    locations, idle = zip(*agreed.owns, strict=True)
-    copies, apart, nbytes = _borrowed(transport, array)
     windows, members = transport.windows, transport.members
-    if copies == 1 and locations[0] and all(one == locations[0] for one in locations):
-        views = windows.views(Location(*locations[0]), members, array.size, array.dtype)
-        if views is not None:
-            return [views], None
-    shared = set.intersection(*map(set, idle))
-    location = (
-        Location(min(shared), 0)
-        if shared
-        else windows.locate(transport.allocate(nbytes, np.uint8), members[transport.rank])
-    )
-    if location is None:
-        return [], None
-    slots = []
-    for copy in range(copies):
-        place = location._replace(offset=copy * apart)
-        views = windows.views(place, members, array.size, array.dtype)
-        if views is None:  # The ranks of one host name do not all share memory.
-            return [], None
-        slots.append(views)
-    return slots, location.window
+    copies, apart, nbytes = _borrowed(transport, array)
+    locations, idle = zip(*agreed.owns, strict=True)
+    is_copied = copies > 1 or not locations[0] or any(one != locations[0] for one in locations)
+    place: Location | None
+    if not is_copied:
+        place = Location(*locations[0])
+    elif shared := set.intersection(*map(set, idle)):
+        place = Location(min(shared), 0)
+    else:
+        place = windows.locate(transport.allocate(nbytes, np.uint8), members[transport.rank])
+    slots, reduction = list[Slot](), None
+    if place is not None:  # A host without room for a window has no place.
+        for copy in range(copies):
+            at = place._replace(offset=place.offset + copy * apart)
+            slots += [windows.views(at, members, array.size, array.dtype) or []]
+        if all(slots):  # The ranks of one host name may share no memory.
+            turns = TURNS[operation](transport.rank, array.reshape(-1), slots, by_numpy(array, op))
+            reduction = SharedMemory(transport, agreed.tag, turns)
+            if is_copied:
+                reduction.scratch_bytes = nbytes
+                windows.use(place.window, reduction)
+    windows.settle()
+    return reduction
 
 
 def _borrowed(transport: Transport, array: np.ndarray) -> tuple[int, int, int]:
@@ -227,40 +152,49 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
         ).on_every_rank()
 
 
-def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
+def _all_reduce(
+    rank: int, flat: np.ndarray, slots: list[Slot], combine: Combine
+) -> list[list[Phase]]:
     """Return the `turns` of an all-reduce.
 
     Of a large array, rank r reduces chunk r, and writes the result to the arrays of all ranks. Of a
     small array, every rank reduces the whole by itself.
     """
     if len(slots) == 2:
-        return [_alone(rank, flat, copies, slice(None)) for copies in slots]
+        return [_alone(rank, flat, copies, slice(None), combine) for copies in slots]
     (copies,) = slots
     own, others = copies[rank], copies[rank + 1 :] + copies[:rank]
-    worked = []
+    worked = list[Any]()
     for block in _blocks(flat, rank, len(copies)):
-        worked += [(own[block], other[block], True) for other in others]
-        worked += [(other[block], own[block], False) for other in others]
+        worked += [(combine, own[block], other[block]) for other in others]
+        worked += [(np.copyto, other[block], own[block]) for other in others]
     if _is_copied(flat, own):
-        return [[[(own, flat, False)], worked, [(flat, own, False)]]]
+        return [[[(np.copyto, own, flat)], worked, [(np.copyto, flat, own)]]]
     return [[[], worked, []]]
 
 
-def _reduce_scatter(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
-    start, stop = chunk_bounds(flat.size, len(slots[0]))[rank]
+def _reduce_scatter(
+    rank: int, flat: np.ndarray, slots: list[Slot], combine: Combine
+) -> list[list[Phase]]:
+    chunk = share(flat.size, rank, len(slots[0]))
     if len(slots) == 2:
-        return [_alone(rank, flat, copies, slice(start, stop)) for copies in slots]
+        part = slice(chunk.start, chunk.stop)
+        return [_alone(rank, flat, copies, part, combine) for copies in slots]
     (copies,) = slots
     worked = [
-        (flat[block], copy[block], True)
+        (combine, flat[block], copy[block])
         for block in _blocks(flat, rank, len(copies))
         for copy in copies[rank + 1 :] + copies[:rank]
     ]
-    outside = [slice(0, start), slice(stop, None)] if _is_copied(flat, copies[rank]) else []
-    return [[[(copies[rank][part], flat[part], False) for part in outside], worked, []]]
+    outside = [slice(0, chunk.start), slice(chunk.stop, None)]
+    if not _is_copied(flat, copies[rank]):
+        outside = []
+    return [[[(np.copyto, copies[rank][part], flat[part]) for part in outside], worked, []]]
 
 
-def _all_gather(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
+def _all_gather(
+    rank: int, flat: np.ndarray, slots: list[Slot], combine: Combine
+) -> list[list[Phase]]:
     n = len(slots[0])
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, n)]
     # Each rank begins with the chunk of a different peer.
@@ -268,31 +202,31 @@ def _all_gather(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Pha
     own, turns = chunks[rank], list[list[Phase]]()
     for copies in slots:
         is_copied = _is_copied(flat, copies[rank])
-        brought = [(copies[rank][own], flat[own], False)] if is_copied else []
-        worked = [(flat[chunks[peer]], copies[peer][chunks[peer]], False) for peer in peers]
+        brought = [(np.copyto, copies[rank][own], flat[own])] if is_copied else []
+        worked = [(np.copyto, flat[chunks[peer]], copies[peer][chunks[peer]]) for peer in peers]
         turns.append([brought, worked])
     return turns if len(slots) == 2 else [[*turns[0], []]]
 
 
-TURNS: dict[str, Callable[[int, np.ndarray, list[Slot]], list[list[Phase]]]] = {
+TURNS: dict[str, Callable[[int, np.ndarray, list[Slot], Combine], list[list[Phase]]]] = {
     "allreduce": _all_reduce,
     "reduce-scatter": _reduce_scatter,
     "all-gather": _all_gather,
 }
 
 
-def _alone(rank: int, flat: np.ndarray, copies: Slot, part: slice) -> list[Phase]:
+def _alone(rank: int, flat: np.ndarray, copies: Slot, part: slice, combine: Combine) -> list[Phase]:
     """Return the phases in which a rank alone reduces a part of the copies of all ranks."""
     first, *others = copies
-    worked = [(flat[part], first[part], False)]
-    worked += [(flat[part], other[part], True) for other in others]
-    return [[(copies[rank], flat, False)], worked]
+    worked: list[Any] = [(np.copyto, flat[part], first[part])]
+    worked += [(combine, flat[part], other[part]) for other in others]
+    return [[(np.copyto, copies[rank], flat)], worked]
 
 
 def _blocks(flat: np.ndarray, rank: int, n: int) -> list[slice]:
-    start, stop = chunk_bounds(flat.size, n)[rank]
-    step = max(1, CACHED_BYTES // flat.itemsize)
-    return [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
+    """Return the parts of this rank's chunk that are reduced one after the other."""
+    chunk, step = share(flat.size, rank, n), max(1, CACHED_BYTES // flat.itemsize)
+    return [slice(low, min(low + step, chunk.stop)) for low in chunk[::step]]
 
 
 def _is_copied(flat: np.ndarray, own: np.ndarray) -> bool:

@@ -42,7 +42,6 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, multiples_near
 from mpitrain.machine.backend import Arena, on_device, overlap, padded
 from mpitrain.transport.base import Transport
-from mpitrain.transport.native import native_dtypes
 
 if TYPE_CHECKING:
     from mpitrain.collectives.compression import Matrix
@@ -489,7 +488,7 @@ def chosen(
 def topology_of(transport: Transport, array: np.ndarray) -> Topology:
     """Return the Topology of these ranks and this array, on which the algorithms depend."""
     dtype = array.dtype.name
-    return Topology(transport.hosts, dtype, dtype in native_dtypes(transport), on_device(array))
+    return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:

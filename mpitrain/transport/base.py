@@ -56,7 +56,7 @@ class Traffic:
 
 
 Note = tuple[int, int, int]
-"""The record of a message in a trace: its name, its peer, and its span, which is 0 once it has ended."""
+"""The record of a message in a trace: its name, its peer, and its span."""
 
 
 class Request(Protocol):
@@ -114,6 +114,8 @@ class Transport(Protocol):
     """
     is_strict: bool = False
     """Whether the transport checks what MPI trusts, as ranks that are threads do for tests."""
+    native_dtypes: Sequence[str]
+    """The names of the dtypes that the MPI library's own all-reduce takes."""
     needs_all: str = "these ranks cannot lose one; Start them by mpitrain launch --fault-tolerant"
     """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
     _next_tag: int = FIRST_CLAIMED_TAG
@@ -419,6 +421,41 @@ class Transport(Protocol):
 
     def _settle(self, around: Any, ranks: Sequence[int]) -> None:
         """Become the transport of these ranks of `around`, in their order; others are spares. Collective."""
+
+
+class Recorded:
+    """A request in a trace, which notes each wait for it, and its end.
+
+    note  its record, which has begun
+    """
+
+    def __init__(self, request: Any, recorder: Recorder, note: Note):
+        self._request, self._recorder = request, recorder
+        self._name, self._peer, self._span = note
+
+    @property
+    def source(self) -> int:
+        return self._request.source
+
+    def test(self) -> bool:
+        if not self._request.test():
+            return False
+        self._end()
+        return True
+
+    def wait(self) -> None:
+        wait = self._recorder.wait(self._name, self._peer, self._span)
+        self._request.wait()
+        self._end()
+        self._recorder.go_on(wait)
+
+    def __str__(self) -> str:
+        return str(self._request)
+
+    def _end(self) -> None:
+        if self._span:
+            self._recorder.end(self._span)
+            self._span = 0
 
 
 class Several:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, cast
 
@@ -87,10 +87,17 @@ class Aside:
         """Return a context in which work starts on the message stream."""
         return self._backend.aside()
 
-    def end(self) -> None:
-        """Make the computation started from now on wait for the message stream."""
+    def around(self, steps: Iterator[Request]) -> Iterator[Request]:
+        """Do a run whose own work starts on the message stream; yield its requests."""
+        self.begin()
+        request: Request | None = self
+        while request:
+            yield request
+            with self.here():
+                request = next(steps, None)
         with self.here():
             after = self._backend.so_far()
+        # The computation started from now on waits for the message stream.
         self._backend.follow(after)
 
 

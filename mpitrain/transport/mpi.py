@@ -31,7 +31,8 @@ from mpitrain.transport.base import (
     DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
-    Note,
+    Recorded,
+    Request,
     Traffic,
     Transport,
     aligned_zeros,
@@ -270,7 +271,6 @@ class SendRequest:
     """
 
     source: int = -1
-    note: Note | None = None
     _status: Any = None
     _done = False
     """Whether a receive has checked its message; MPI itself remembers that a send is complete."""
@@ -311,8 +311,6 @@ class SendRequest:
             self._fail(error)
 
     def wait(self) -> None:
-        recorder, note = self._transport.recorder, self.note
-        wait = 0 if note is None else recorder.wait(*note)
         if self._job.admitted:
             self._transport.wait_until(self.test, what=self)
         elif not self._done:
@@ -324,21 +322,10 @@ class SendRequest:
             finally:
                 self._transport.traffic.waits_for = None
             self._finish()
-        if wait:
-            recorder.go_on(wait)
 
     def _finish(self) -> bool:
         self._job.requests.discard(self)
-        if self.note is not None:
-            self._end_record()
         return True
-
-    def _end_record(self) -> None:
-        assert self.note
-        name, peer, span = self.note
-        if span:
-            self._transport.recorder.end(span)
-            self.note = name, peer, 0
 
     def __str__(self) -> str:
         return self._what
@@ -372,8 +359,6 @@ class ReceiveRequest(SendRequest):
     def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
         self._job.requests.discard(self)
-        if self.note is not None:
-            self._end_record()
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
@@ -394,6 +379,8 @@ class MpiTransport(Transport):
     Elements of a type that MPI lacks travel as a type of the same width. Messages may have more
     than 2^31 elements.
     """
+
+    native_dtypes = REDUCED
 
     def __init__(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None = None):
         # The survivors of several losses all come from the first communicator.
@@ -494,10 +481,10 @@ class MpiTransport(Transport):
             ).Commit()
         return self._large[key]
 
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> SendRequest:
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         check_message(array, self.rank, (to,), self.size)
-        recorded = self.recorder.is_on
-        note = self.begin_message(SEND, array, tag, self.members[to]) if recorded else None
+        recorder = self.recorder
+        note = self.begin_message(SEND, array, tag, self.members[to]) if recorder.is_on else None
         with self.job.lock:
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
@@ -508,16 +495,16 @@ class MpiTransport(Transport):
                 request = SendRequest(self, self.comm.Isend(message, to, tag), what, to)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
-        request.note = note
-        return request
+        return request if note is None else Recorded(request, recorder, note)
 
-    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> ReceiveRequest:
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Request:
         check_message(array, self.rank, () if source is None else (source,), self.size)
         if source is None:
             source, name, member = self.MPI.ANY_SOURCE, "any rank", -1
         else:
             name, member = self._names[source], self.members[source]
-        note = self.begin_message(RECEIVE, array, tag, member) if self.recorder.is_on else None
+        recorder = self.recorder
+        note = self.begin_message(RECEIVE, array, tag, member) if recorder.is_on else None
         with self.job.lock:
             message, unit = self.message(array)
             what = f"recv from {name}, tag {tag}"
@@ -526,8 +513,7 @@ class MpiTransport(Transport):
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
             request = ReceiveRequest(self, receive, array, unit, what, source)
-        request.note = note
-        return request
+        return request if note is None else Recorded(request, recorder, note)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         # No event signals that a message has arrived.

@@ -8,16 +8,13 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.machine.backend import on_device
 from mpitrain.trace.recorder import NATIVE, REDUCTION
-from mpitrain.transport.base import Note, Request, Several, Transport, check_message
+from mpitrain.transport.base import Recorded, Request, Several, Transport, check_message
 from mpitrain.transport.device import DeviceTransport
-from mpitrain.transport.mpi import REDUCED, MpiTransport, SendRequest
+from mpitrain.transport.mpi import MpiTransport, SendRequest
 from mpitrain.transport.threads import ThreadTransport
 
 NATIVE_OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
 """Collectives of the MPI library that `bind_native` knows; the first two have root 0."""
-
-OF_THREADS = ("float32", "float64", "int32", "int64")
-"""The dtypes that ranks reduce in the library's place if they are threads."""
 
 PART = 1 << 30
 """Largest number of elements that one call of the library reduces."""
@@ -37,11 +34,6 @@ OPS = {
 """{op as in `Group.bind`: its name in MPI}."""
 
 
-def native_dtypes(transport: Transport) -> Sequence[str]:
-    """Return the names of the dtypes that `native_all_reduce` accepts."""
-    return OF_THREADS if isinstance(_host(transport), ThreadTransport) else REDUCED
-
-
 class NativeAllReduce(NamedTuple):
     """The library's own all-reduce of an array, in place.
 
@@ -56,7 +48,7 @@ class NativeAllReduce(NamedTuple):
 def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> NativeAllReduce:
     """Return the MPI library's own all-reduce of an array.
 
-    array   contiguous, with a dtype in `native_dtypes`
+    array   contiguous, with a dtype in `Transport.native_dtypes`
     op      as in `Group.bind`
     raises  by its runs, CommError if the library cannot reduce this dtype
     """
@@ -81,11 +73,7 @@ def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") ->
             # no message is complete at once.
             run()
             return Several([])
-        note = None
-        if recorder.is_on:
-            name = transport.names[NATIVE]
-            note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
-        return starting(array, note)
+        return _recorded(transport, array, lambda: starting(array))
 
     return NativeAllReduce(run, start)
 
@@ -109,43 +97,47 @@ def start_native_all_to_all(
     outgoing, incoming  1-D, in host memory
     sent, received      the elements for each rank and from each, in the order of ranks; MOST in all
     """
-    host, traffic, recorder = _host(transport), transport.traffic, transport.recorder
+    host, traffic = _host(transport), transport.traffic
     away = [count for rank, count in enumerate(sent) if rank != transport.rank]
     traffic.messages += sum(map(bool, away))
     traffic.nbytes += sum(away) * outgoing.itemsize
-    note = None
-    if recorder.is_on:
-        name = transport.names[NATIVE]
-        note = name, -1, recorder.begin(REDUCTION, name, nbytes=outgoing.nbytes)
-    request: Any
-    if isinstance(host, ThreadTransport):
-        request = host.start_exchange(outgoing, sent, incoming)
-    else:
+
+    def start() -> Request:
+        if isinstance(host, ThreadTransport):
+            return host.start_exchange(outgoing, sent, incoming)
         (source, _, unit), _ = host.message(outgoing)
         (target, _, _), _ = host.message(incoming)
         with host.job.lock, host.guard("MPI_Ialltoallv"):
             started = host.comm.Ialltoallv([source, sent, unit], [target, received, unit])
         # A rank with nothing to send or to receive may end before the others.
-        request = SendRequest(host, started, "native all-to-all", -1)
-    request.note = note
-    return request
+        return SendRequest(host, started, "native all-to-all", -1)
+
+    return _recorded(transport, outgoing, start)
+
+
+def _recorded(transport: Transport, array: Any, start: Callable[[], Request]) -> Request:
+    """Start a collective of the library, with a record if there is a trace."""
+    recorder = transport.recorder
+    if not recorder.is_on:
+        return start()
+    name = transport.names[NATIVE]
+    note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
+    return Recorded(start(), recorder, note)
 
 
 def _host(transport: Transport) -> Any:
     return transport.host if isinstance(transport, DeviceTransport) else transport
 
 
-Ways = tuple[Callable[[Any], None], Callable[[Any, Note | None], Request]]
-"""The blocking all-reduce of an array, and the one that is started, with its record in the trace."""
+Ways = tuple[Callable[[Any], None], Callable[[Any], Request]]
+"""The blocking all-reduce of an array, and the one that is started."""
 
 
 def _of_threads(host: ThreadTransport, op: str) -> Ways:
-    def start(array: Any, note: Note | None) -> Request:
-        arrival = host.start_all_reduce(array, op)
-        arrival.note = note
-        return arrival
+    def start(array: Any) -> Request:
+        return host.start_all_reduce(array, op)
 
-    return (lambda array: host.start_all_reduce(array, op).wait()), start
+    return (lambda array: start(array).wait()), start
 
 
 def _of_mpi(host: MpiTransport, op: str) -> Ways:
@@ -158,7 +150,7 @@ def _of_mpi(host: MpiTransport, op: str) -> Ways:
             for part in _parts(host, array):
                 host.comm.Allreduce(in_place, part, kind)
 
-    def start(array: Any, note: Note | None) -> Request:
+    def start(array: Any) -> Request:
         _check(host, array)
         with lock, host.guard("MPI_Iallreduce"):
             # A rank may end while another one computes and makes no progress.
@@ -167,7 +159,6 @@ def _of_mpi(host: MpiTransport, op: str) -> Ways:
                 SendRequest(host, host.comm.Iallreduce(in_place, part, kind), what, peer)
                 for part in _parts(host, array)
             ]
-        requests[-1].note = note
         return Several(requests)
 
     return run, start

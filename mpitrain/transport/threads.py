@@ -17,6 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from mpitrain.transport.base import (
     DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
-    Note,
+    Recorded,
+    Request,
     Traffic,
     Transport,
     aligned_zeros,
@@ -94,24 +96,25 @@ class World:
             if wait.ready():
                 wait.woken.notify()
 
+    def has_news(self, seen: int) -> bool:
+        """Return whether there have been posts after the first `seen`."""
+        return self.posts != seen
+
     def wait(
         self, rank: int, ready: Callable[[], bool], what: Any, seconds: float | None = None
     ) -> None:
-        """Block this thread until `ready`; raise CommError when that can no longer happen.
+        """Block this thread until `ready`, or for some seconds; CommError when it can no longer be.
 
-        The caller holds the lock.
-
-        what     as in `Wait`
-        seconds  time after which this returns even if no post has woken this thread
+        The caller holds the lock. The other arguments are those of `Wait`.
         """
-        me = threading.get_ident()
-        wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))
+        me, woken = threading.get_ident(), threading.Condition(self.lock)
+        self.waits[me] = Wait(rank, ready, what, woken)
         try:
             while not ready():
                 self.find_deadlock()
                 if self.end is not None:
                     raise self.failure(rank, what)
-                if not wait.woken.wait(seconds) and self.end is None:
+                if not woken.wait(seconds) and self.end is None:
                     return
         finally:
             del self.waits[me]
@@ -130,16 +133,18 @@ class World:
 
     def find_deadlock(self) -> None:
         """End the world if every live thread waits and none is ready. The caller holds the lock."""
-        if self.end is not None or not self.live or self.live != len(self.waits):
-            return
-        if not any(wait.ready() for wait in self.waits.values()):
-            stacks = sys._current_frames()
-            rows = sorted(
-                f"rank {wait.rank} waits in {self.name_of(wait.rank, wait.what)}{_written(stacks[thread])}"
-                for thread, wait in self.waits.items()
-            )
-            rows += [f"rank {rank} has ended" for rank in sorted(self.lost)]
-            self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
+        all_wait = self.end is None and 0 < self.live == len(self.waits)
+        if all_wait and not any(wait.ready() for wait in self.waits.values()):
+            self.finish("every rank waits and no message can move.\n" + self._all_waits())
+
+    def _all_waits(self) -> str:
+        """Return a line for each thread that waits, and for each rank that has ended."""
+        stacks = sys._current_frames()
+        rows = sorted(
+            f"rank {wait.rank} waits in {self.name_of(wait.rank, wait.what)}{_written(stacks[thread])}"
+            for thread, wait in self.waits.items()
+        )
+        return "\n".join([*rows, *(f"rank {rank} has ended" for rank in sorted(self.lost))])
 
     def finish(self, reason: str) -> None:
         """End the world: every wait that is not ready fails with this reason."""
@@ -237,7 +242,7 @@ class Meets:
     """A request that other ranks complete: the base of `Message` and `Meeting`."""
 
     transport: Any
-    note: Note | None = None
+    source = -1
 
     def is_ready(self) -> bool:
         """Return whether `complete` can finish the request."""
@@ -251,8 +256,6 @@ class Meets:
         with world.lock:
             if self.is_ready():
                 self.complete()
-                if self.note is not None:
-                    self._end()
                 return True
             if world.end is not None:
                 raise world.failure(self.transport.me, self)
@@ -260,23 +263,10 @@ class Meets:
         return False
 
     def wait(self) -> None:
-        world, wait = self.transport.world, 0
-        if self.note is not None:
-            wait = self.transport.recorder.wait(*self.note)
+        world = self.transport.world
         with world.lock:
             world.wait(self.transport.me, self.is_ready, self)
             self.complete()
-        if self.note is not None:
-            self.transport.recorder.go_on(wait)
-            self._end()
-
-    def _end(self) -> None:
-        """End the record of a message that is complete."""
-        assert self.note
-        name, peer, span = self.note
-        if span:
-            self.transport.recorder.end(span)
-            self.note = name, peer, 0
 
 
 class Message(Meets):
@@ -284,24 +274,19 @@ class Message(Meets):
 
     A new one matches the earliest message that fits, or waits in a queue for a later match.
 
-    sender, receiver  ranks of the transport; a receive from any rank has no sender
+    sender  rank of the transport; a receive from any rank has none
     """
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
-        check_message(array, transport.me, [] if peer is None else [peer], transport.size)
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
-        ends: tuple[Any, Any] = (transport.rank, peer)
-        self.sender, self.receiver = ends if sends else ends[::-1]
+        ends: tuple[Any, Any] = (transport.rank, peer) if sends else (peer, transport.rank)
+        self.sender, receiver = ends
         self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
         self.other: Message | None = None
         self.moved = False
-        self.source = -1
-        if transport.recorder.is_on:
-            member = -1 if peer is None else transport.members[peer]
-            self.note = transport.begin_message(SEND if sends else RECEIVE, array, tag, member)
         if not sends:
             self.bytes.fill(0xFF)
-        world, route = transport.world, (transport.context, self.receiver, tag)
+        world, route = transport.world, (transport.context, receiver, tag)
         with world.lock:
             opposite = world.unmet[(*route, not sends)]
             for other in opposite:
@@ -317,11 +302,11 @@ class Message(Meets):
         peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
         return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
-    def complete(self) -> None:
-        """Copy the bytes, unless the other side has done so.
+    def is_ready(self) -> bool:
+        return self.moved or self.other is not None
 
-        The caller holds the lock, and the two sides have met.
-        """
+    def complete(self) -> None:
+        """Copy the bytes, unless the other side has done so."""
         if self.moved:
             return
         assert self.other is not None
@@ -334,14 +319,8 @@ class Message(Meets):
                 "Make both arrays of one length and dtype.",
             )
         receive.bytes[:] = send.bytes
-        send.moved = receive.moved = True
-        # The references end here, so that the arrays and the other side's transport can be freed.
-        send.other = receive.other = None
-        send.bytes = receive.bytes = NOTHING
-
-    def is_ready(self) -> bool:
-        """Return whether the message has met its other side."""
-        return self.moved or self.other is not None
+        for side in (send, receive):  # The arrays and the other transport can then be freed.
+            side.moved, side.other, side.bytes = True, None, NOTHING
 
 
 class Meeting(Meets):
@@ -349,8 +328,6 @@ class Meeting(Meets):
 
     everyone  {rank: what it brings}, one dict for all ranks
     """
-
-    source = -1
 
     def __init__(self, transport: Any, what: str, brings: Any):
         self.transport, self.what = transport, what
@@ -435,6 +412,7 @@ class ThreadTransport(Transport):
 
     admits_threads = True
     is_strict = True
+    native_dtypes = ("float32", "float64", "int32", "int64")
 
     def __init__(
         self,
@@ -466,29 +444,32 @@ class ThreadTransport(Transport):
             self.record(self.recorder)
         self._next_tag = FIRST_CLAIMED_TAG
 
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
-        message = Message(self, array, to, tag, sends=True)
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
+        check_message(array, self.me, (to,), self.size)
+        recorder = self.recorder
+        note = self.begin_message(SEND, array, tag, self.members[to]) if recorder.is_on else None
         with self.world.lock:  # an admitted thread updates the same counters
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
-        return message
+        message = Message(self, array, to, tag, sends=True)
+        return message if note is None else Recorded(message, recorder, note)
 
-    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Message:
-        return Message(self, array, source, tag, sends=False)
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Request:
+        check_message(array, self.me, () if source is None else (source,), self.size)
+        recorder, member = self.recorder, -1 if source is None else self.members[source]
+        note = self.begin_message(RECEIVE, array, tag, member) if recorder.is_on else None
+        message = Message(self, array, source, tag, sends=False)
+        return message if note is None else Recorded(message, recorder, note)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self.names[MESSAGES]) if self.recorder.is_on else 0
-        world = self.world
-        seen = world.posts
-
-        def is_posted() -> bool:
-            return world.posts != seen
-
+        world, seen = self.world, self.world.posts
         while not done():  # It polls messages: after every post, and at intervals.
             with world.lock:
-                world.wait(self.me, is_posted, what, LONGEST_PAUSE)
+                world.wait(self.me, partial(world.has_news, seen), what, LONGEST_PAUSE)
             seen = world.posts
-        self.recorder.go_on(wait)
+        if wait:
+            self.recorder.go_on(wait)
 
     def admit_thread(self) -> None:
         self.world.admit(self.me)
@@ -505,12 +486,14 @@ class ThreadTransport(Transport):
     def barrier(self) -> None:
         wait = self.recorder.wait(self.names[BARRIER]) if self.recorder.is_on else 0
         Meeting(self, "barrier", None).wait()
-        self.recorder.go_on(wait)
+        if wait:
+            self.recorder.go_on(wait)
 
     def gather_text(self, value: Any) -> list[Any]:
         wait = self.recorder.wait(self.names[WORDS]) if self.recorder.is_on else 0
         texts = self.meet("gather_text", json.dumps(value))
-        self.recorder.go_on(wait)
+        if wait:
+            self.recorder.go_on(wait)
         return [json.loads(text) for text in texts]
 
     def split(self, color: int | None, key: int = 0) -> ThreadTransport | None:

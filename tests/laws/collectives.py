@@ -22,7 +22,6 @@ from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.table import choices
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
-from mpitrain.transport.native import native_dtypes
 from tests.laws.transport import coded, raises_comm_error
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 64, 1001)
@@ -70,7 +69,7 @@ class CollectiveLaws:
         for algorithm in self.algorithms:
             for (j, count), i in product(enumerate(LENGTHS), range(2)):
                 dtype = DTYPES[(j + 2 * i) % len(DTYPES)]
-                if algorithm == "native" and dtype not in native_dtypes(transport):
+                if algorithm == "native" and dtype not in transport.native_dtypes:
                     continue  # refused: a law of its own
                 op = ("add", "maximum")[(i + j) % 2]
                 mine = small(transport.rank, count, dtype)

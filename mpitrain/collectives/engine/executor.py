@@ -10,15 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.trace.recorder import REDUCTION, SILENT, Recorder
-from mpitrain.transport.base import Request, Transport, named
+from mpitrain.transport.base import Request, Several, Transport, named
 from mpitrain.transport.device import aside
 
 OPS: dict[str, np.ufunc] = {
@@ -78,9 +80,8 @@ class Reduction:
     """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
     Every run applies the same collective to the present contents of the buffer. A subclass defines
-    `_steps`; one that goes on in several places at once defines `_start` and `_go_on`. The base refuses
-    a start before the end of the last run, and records runs and waits in a trace. A reduction is a
-    Request, too, so one may wait for others.
+    `_steps`. The base refuses a start before the end of the last run, and records runs and waits in a
+    trace. A reduction is a Request, too, so one may wait for others.
 
     Attributes
     ----------
@@ -121,9 +122,9 @@ class Reduction:
     learn: Callable[[np.ndarray], None] | None = None
     exposed: ExposedTime | None = None
     source = -1
-    _is_under_way = False
-    _left: Iterator[Request] = iter(())
+    # The run under way: the request that it waits for, None between runs, and those that follow.
     _awaited: Request | None = None
+    _left: Iterator[Request] = iter(())
     # In the trace: no record, until `noted_as` names it.
     _recorder: Recorder = SILENT
     _name = _nbytes = _span = 0
@@ -140,17 +141,14 @@ class Reduction:
         CommError
             If the previous run has not ended.
         """
-        if self._is_under_way:
+        if self._awaited is not None:
             raise _started_twice()
+        recorder, name = self._recorder, self._name
+        span, wait = recorder.begin(REDUCTION, name, nbytes=self._nbytes), recorder.wait(name)
         with self.exposed or nullcontext():
-            if self._recorder.is_on:
-                self._begin_span()
-                wait = self._recorder.wait(self._name)
-                self._run()
-                self._recorder.go_on(wait)
-                self._end_span()
-            else:
-                self._run()
+            self._run()
+        recorder.go_on(wait)
+        recorder.end(span)
 
     def start(self) -> None:
         """Start a run, and send the messages that need no other message first.
@@ -160,12 +158,11 @@ class Reduction:
         CommError
             If the previous run has not ended.
         """
-        if self._is_under_way:
+        if self._awaited is not None:
             raise _started_twice()
-        if self._recorder.is_on:
-            self._begin_span()
-        self._start()
-        self._is_under_way = True
+        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
+        self._left = self._steps()
+        self._awaited = next(self._left, NO_MESSAGE)
 
     def poll(self) -> bool:
         """Progress the run as far as possible without blocking.
@@ -175,11 +172,13 @@ class Reduction:
         bool
             True once the result is in the buffer, and before the first start.
         """
-        if self._is_under_way and self._go_on():
-            self._is_under_way = False
-            if self._span:
-                self._end_span()
-        return not self._is_under_way
+        while self._awaited is not None and self._awaited.test():
+            self._awaited = FAILED  # unless the next line brings another
+            self._awaited = next(self._left, None)
+        if self._span and self._awaited is None:
+            self._recorder.end(self._span)
+            self._span = 0
+        return self._awaited is None
 
     test = poll
 
@@ -194,55 +193,29 @@ class Reduction:
             True once work that is launched from now on finds the result in the buffer. A GPU may
             still be at work on it.
         """
-        if self._is_under_way and self._follow():
-            self._is_under_way = False
-            self._end_span()
-        return not self._is_under_way
+        return self.poll()
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
         wait = self._recorder.wait(self._name)
-        if self._is_under_way:
-            with self.exposed or nullcontext():
-                self._go_on(blocks=True)
-            self._is_under_way = False
+        with self.exposed or nullcontext():
+            while not self.poll():
+                assert self._awaited is not None
+                self._awaited.wait()
         self._recorder.go_on(wait)
-        if self._span:
-            self._end_span()
 
     def _steps(self) -> Iterator[Request]:
         """Do one run; yield each request that must end before the rest of it."""
         raise NotImplementedError
 
     def _run(self) -> None:
-        self._start()
-        self._go_on(blocks=True)
+        """Do one run, and block."""
+        for request in self._steps():
+            request.wait()
 
-    def _start(self) -> None:
-        self._left = self._steps()
-        self._awaited = next(self._left, None)
 
-    def _go_on(self, blocks: bool = False) -> bool:
-        """Progress the run under way as `poll`, or to its end if this may block; return whether it has ended."""
-        while self._awaited is not None:
-            if blocks:
-                self._awaited.wait()
-            elif not self._awaited.test():
-                return False
-            self._awaited = FAILED  # unless the next line brings another
-            self._awaited = next(self._left, None)
-        return True
-
-    def _follow(self) -> bool:
-        """Progress the run under way, as `order`."""
-        return self._go_on()
-
-    def _begin_span(self) -> None:
-        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
-
-    def _end_span(self) -> None:
-        self._recorder.end(self._span)
-        self._span = 0
+NO_MESSAGE = Several(())
+"""The request that is left of a run without messages, which has ended in `start`."""
 
 
 class Failed:
@@ -427,16 +400,16 @@ class Execution(Reduction):
         )
         self.scratch_bytes = sum(array.nbytes for array in scratch)
         self._requests: deque[list[Request]] = deque()  # of each step that has begun
-        self._aside = aside(transport, array)
+        self._aside = aside(transport, array) if self._bound else None
 
     def __str__(self) -> str:
         return named(request for requests in self._requests for request in requests)
 
     def _steps(self) -> Iterator[Request]:
+        return self._aside.around(self._messages()) if self._aside else self._messages()
+
+    def _messages(self) -> Iterator[Request]:
         bound, requests, posted = self._bound, self._requests, 0
-        if self._aside and bound:
-            self._aside.begin()
-            yield self._aside
         for ended, step in enumerate(bound):
             while posted < len(bound) and bound[posted].after <= ended:
                 requests.append(self._post(bound[posted]))
@@ -454,15 +427,6 @@ class Execution(Reduction):
         for target, source in step.copies:
             target[...] = source
         return requests
-
-    def _go_on(self, blocks: bool = False) -> bool:
-        if self._aside is None or not self._bound:
-            return super()._go_on(blocks)
-        with self._aside.here():
-            has_ended = super()._go_on(blocks)
-        if has_ended:
-            self._aside.end()
-        return has_ended
 
 
 def _bound_steps(
@@ -545,6 +509,54 @@ def _bound_step(
     return _BoundStep(after, sends, receives, copies, combines)
 
 
+Phase = Sequence[tuple[Combine, np.ndarray, np.ndarray]]
+"""Copies and sums of one rank, (function, target, source), in this order."""
+
+
+class SharedMemory(Reduction):
+    """Collective through shared memory: phases of local work, with a barrier between two of them.
+
+    turns  the phases of a run; or those of two runs, which take turns. One list has three phases:
+           the second barrier comes before any rank may overwrite an array that others read. Of two
+           lists each has copies of its own, and one barrier a run is enough: a rank that enters it
+           has read the copies of the run before
+    """
+
+    is_messages = False
+
+    def __init__(self, transport: Transport, tag: int, turns: Sequence[Sequence[Phase]]):
+        self._transport, self._tag, self._turns = transport, tag, cycle(turns)
+
+    @cached_property
+    def _meeting(self) -> Execution:
+        """The barrier of a run in the background, made at the first: most activations have none."""
+        transport = self._transport
+        steps = barrier(transport.rank, transport.size)
+        return Execution(transport, np.empty(0, np.uint8), "add", steps, self._tag)
+
+    def _run(self) -> None:
+        for _ in self._phases():
+            self._transport.barrier()
+
+    def _steps(self) -> Iterator[Request]:
+        for _ in self._phases():
+            yield from self._meeting._messages()
+
+    def _phases(self) -> Iterator[None]:
+        """Do the phases of a run; yield between two of them, where all ranks must have done the first."""
+        if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
+            raise CommError(
+                f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
+                "it was split from is closed.",
+                "Close it when all reductions have ended.",
+            )
+        for number, phase in enumerate(next(self._turns)):
+            if number:
+                yield
+            for work, target, source in phase:
+                work(target, source)
+
+
 class ProgressEngine:
     """Drives the reductions of one transport from their start to their end.
 
@@ -557,18 +569,16 @@ class ProgressEngine:
         self._started: list[Reduction] = []
 
     def start(self, reduction: Reduction) -> None:
-        """Start the reduction, and drive it from now on."""
+        """Start the reduction, and drive it until it has ended."""
         reduction.start()
         self._started.append(reduction)
 
     def poll(self, awaited: Reduction | None = None) -> bool:
         """Progress all started reductions without blocking; return whether `awaited` has ended, or all if None."""
-        has_ended = True
-        for reduction in self._started:
-            is_over = reduction.poll()
-            if awaited is None or awaited is reduction:
-                has_ended &= is_over
-        return has_ended
+        for reduction in tuple(self._started):
+            if reduction.poll():
+                self._started.remove(reduction)
+        return not self._started if awaited is None else awaited not in self._started
 
     def wait(self, reduction: Reduction | None = None) -> None:
         """Block until `reduction` has ended, or all started ones if None.
@@ -576,10 +586,6 @@ class ProgressEngine:
         All started reductions progress meanwhile.
         """
         self._transport.wait_until(partial(self.poll, reduction))
-        self._started = self._without(reduction)
-
-    def _without(self, ended: Reduction | None) -> list[Reduction]:
-        return [] if ended is None else [one for one in self._started if one is not ended]
 
     def leave(self) -> None:
         """Stop driving the started reductions; the caller waits for each of them itself."""
@@ -599,17 +605,15 @@ class ProgressThread(ProgressEngine):
 
     def __init__(self, transport: Transport):
         super().__init__(transport)
-        self._ended: set[int] = set()  # ids of the reductions that have ended in the thread
+        self._unclaimed: list[Reduction] = []  # started, and the caller has not waited for them
         self._thread: threading.Thread | None = None
         self._stop = False
         self._error: Exception | None = None
 
     def start(self, reduction: Reduction) -> None:
         self.poll()
-        reduction.start()
-        # This follows the start: until then, the thread must not poll the reduction.
-        self._ended.discard(id(reduction))
-        self._started.append(reduction)
+        super().start(reduction)
+        self._unclaimed.append(reduction)
         if self._thread is None:
             self._begin()
 
@@ -628,35 +632,35 @@ class ProgressThread(ProgressEngine):
         return False
 
     def wait(self, reduction: Reduction | None = None) -> None:
-        left = self._without(reduction)
-        has_ended = id(reduction) in self._ended
-        if not (left and has_ended):
+        has_ended = reduction is not None and reduction not in self._started
+        still = [] if reduction is None else self._unclaimed
+        self._unclaimed = [one for one in still if one is not reduction]
+        if not (has_ended and self._unclaimed):
             self._end()
         self.poll()
         if not has_ended:
             self._transport.wait_until(partial(super().poll, reduction))
-        self._started = left
-        if left and self._thread is None:
+        if self._unclaimed and self._thread is None:
             self._begin()
 
     def leave(self) -> None:
         self._end()
         self.poll()
-        self._started = []
+        super().leave()
+        self._unclaimed = []
 
     def _end(self) -> None:
         if self._thread is not None:
             self._stop = True
             self._thread.join()
             self._thread = None
-        self._ended.clear()
 
     def _run(self, owner: threading.Thread) -> None:
+        drive = super().poll
+
         def is_over() -> bool:
             if not self._stop:
-                for reduction in tuple(self._started):
-                    if id(reduction) not in self._ended and reduction.poll():
-                        self._ended.add(id(reduction))
+                drive()
             return self._stop or not owner.is_alive()
 
         try:
@@ -679,9 +683,7 @@ def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngi
     A thread needs a transport that admits it, and reductions whose `is_messages` is True. If
     all ranks are on one host, the engine polls, because a thread would hide little time there.
     """
-    can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
-    return (
-        ProgressThread(transport)
-        if can and len(set(transport.hosts)) > 1
-        else ProgressEngine(transport)
-    )
+    is_far = len({*transport.hosts}) > 1 and transport.admits_threads
+    if is_far and all(reduction.is_messages for reduction in reductions):
+        return ProgressThread(transport)
+    return ProgressEngine(transport)

@@ -161,7 +161,7 @@ def test_a_wait_for_a_finished_reduction_does_not_stop_the_thread():
         thread = by_thread._thread
         for _ in range(3):
             late = time.monotonic() + SECONDS / 2
-            while id(first) not in by_thread._ended and time.monotonic() < late:
+            while first in by_thread._started and time.monotonic() < late:
                 time.sleep(0.001)
             by_thread.start(second)
             by_thread.wait(first)

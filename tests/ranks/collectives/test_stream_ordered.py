@@ -149,7 +149,7 @@ class Stub:
     def start(self):
         pass
 
-    def poll(self):
+    def test(self):
         return True
 
 

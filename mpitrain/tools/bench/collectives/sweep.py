@@ -36,7 +36,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.device import over_device
-from mpitrain.transport.native import native_all_reduce, native_dtypes
+from mpitrain.transport.native import native_all_reduce
 
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
@@ -211,7 +211,7 @@ class Sweep:
         request, transport = self._request, self._transport
         dtype = request.dtype.name
         situation = Topology(
-            transport.hosts, dtype, dtype in native_dtypes(transport), request.device == "cuda"
+            transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda"
         )
         refused = refusals(request.operation, situation)
         for name in request.algorithms:
