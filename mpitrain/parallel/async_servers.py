@@ -223,8 +223,11 @@ class AsyncWorker(Worker):
             return super().share(rows)
         return share(rows, self.ticket % len(self.roles.workers), len(self.roles.workers))
 
-    def of_update(self, micro: int) -> int:
-        return len(self.share(self.size))
+    def begin(
+        self, step: int, lr: float = 0.0, ignored: Sequence[int] = (), predictions: int = 1
+    ) -> None:
+        self.rows_of_update = len(self.share(self.size))
+        super().begin(step, lr, ignored, predictions)
 
     def push(self, unit: int = 0) -> None:
         """Do nothing: `finish` sends all gradients, with the ticket."""
@@ -246,7 +249,7 @@ class AsyncWorker(Worker):
 
     def finish(self, totals: Sequence[float]) -> StepResult:
         assert self.ticket is not None
-        own, scale = self.result_of(totals)
+        own, scale = self.result_of(totals, self.targets)
         requests = []
         for server in self.roles.servers:
             kind, version = PUSH if own.updated else LEAVE_OUT, self._versions[server]

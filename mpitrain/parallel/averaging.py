@@ -19,7 +19,6 @@ from mpitrain.parallel.replica import (
     Sizes,
     SkippedUpdates,
     StepResult,
-    mean_of,
     whole,
 )
 from mpitrain.regions import Piece
@@ -33,8 +32,8 @@ def has_outer(settings: config.Replication) -> bool:
 class SkippedByWorker(SkippedUpdates):
     """The count of this worker's skipped updates. Checkpoints save the counts of all workers."""
 
-    def __init__(self, compute: str, workers: Group):
-        super().__init__(compute)
+    def __init__(self, workers: Group):
+        super().__init__()
         self._workers = workers
 
     def scalars(self) -> dict[str, float]:
@@ -91,9 +90,10 @@ class Averaging(Replica):
         return settings.period
 
     def build(self, optimizer: config.Optimizer) -> None:
-        self.weight = self.weight_in_average = len(self.share(self.size)) / self.size
+        self.rows_of_update = len(self.share(self.size))
+        self.weight = self.weight_in_average = self.rows_of_update / self.size
         super().build(optimizer)
-        self.skips = SkippedByWorker(self.device.compute, self.grid.copies)
+        self.skips = SkippedByWorker(self.grid.copies)
         # The first three of six numbers are loss, squared norm and ignored targets of this step.
         # The others are sums since the last exchange: non-finite elements, skipped updates and stop
         # requests.
@@ -122,9 +122,6 @@ class Averaging(Replica):
 
     def counted(self) -> Sequence[Piece]:
         return whole(self.storage)
-
-    def of_update(self, micro: int) -> int:
-        return len(self.share(self.size))
 
     def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
         self.device.ops.weighted_sum(a, alpha, b, beta, out, self.arena)
@@ -166,16 +163,9 @@ class Averaging(Replica):
         loss, squares, ignored_by_all, nonfinite, left_out, stops = self._exchanged.tolist()
         self._exchanged[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        mean = mean_of(loss, 0.0, ignored_by_all, round(self.targets / weight))
-        return StepResult(
-            mean.loss,
-            norm,
-            int(nonfinite),
-            own.lr,
-            left_out == 0 and mean.counted > 0,
-            stops > 0,
-            counted=mean.counted,
-        )
+        totals = loss, 0.0, nonfinite, stops, ignored_by_all
+        result, _ = self.result_of(totals, round(self.targets / weight))
+        return result._replace(grad_norm=norm, updated=left_out == 0 and result.counted > 0)
 
     def apply(self, scale: float, lr: float, step: int) -> None:
         super().apply(scale, lr, step)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,108 +72,6 @@ class StepResult(NamedTuple):
     extras: Mapping[str, Any] = {}
 
 
-def weight_of(targets: int) -> float:
-    """Return 1 / targets, the weight of each target of an update in the mean loss.
-
-    This is the division of every average: the loss multiplies its gradient by this weight. Later
-    reductions only add. Afterwards `mean_of` corrects for targets that do not count, which no rank
-    knows alone. `Replicated` averages over ranks, so it passes the number of ranks.
-    """
-    return 1 / targets
-
-
-class Mean(NamedTuple):
-    """The loss and gradient of an update, as means over the targets that count.
-
-    loss     NaN if no target counts
-    norm     of the mean gradient, before clipping; NaN if no target counts
-    counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
-    scale    factor of the summed gradient in the update: it divides and clips
-    """
-
-    loss: float
-    norm: float
-    counted: float
-    scale: float
-
-
-def mean_of(
-    loss: float,
-    squares: float,
-    ignored: float,
-    targets: int,
-    loss_scale: float = 1.0,
-    clip: float = 0.0,
-) -> Mean:
-    """Correct the sums of an update, in which each target already has the weight `weight_of(targets)`.
-
-    The correction undoes the loss scale, divides by the fraction of targets that count, and clips.
-
-    squares  sum of squares of the summed gradient, which has the factor `loss_scale`
-    ignored  targets that do not count
-    clip     largest norm (as torch.nn.utils.clip_grad_norm_); 0: do not clip
-    """
-    counted = (targets - ignored) / targets if ignored else 1.0
-    if not counted:
-        return Mean(math.nan, math.nan, 0.0, 0.0)
-    norm = math.sqrt(squares) / loss_scale / counted if squares >= 0 else math.nan
-    clipping = clip / norm if 0 < clip < norm else 1.0
-    return Mean(loss / counted, norm, counted, clipping / loss_scale / counted)
-
-
-class DynamicLossScale:
-    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
-    halves after an overflow.
-
-    An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
-    and the run continues.
-
-    value      current factor of the loss
-    good       steps without an overflow since the last change of `value` or the last overflow
-    overflows  consecutive steps with an overflow
-    source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
-    """
-
-    FIRST, LEAST, MOST, GOOD = 2.0**16, 1.0, 2.0**24, 200
-
-    def __init__(self) -> None:
-        self.value, self.good, self.overflows = self.FIRST, 0, 0
-
-    def after(self, result: StepResult) -> StepResult:
-        """Adapt the scale to a step's result; add the extras `loss_scale` and `overflows`.
-
-        All ranks pass the same result, so all get the same scale.
-        """
-        value = self.value
-        extras = {**result.extras, "loss_scale": value}
-        if not math.isfinite(result.loss) or result.extras.get("is_spike"):
-            return result._replace(extras=extras)
-        if result.updated:
-            self.good, self.overflows = self.good + 1, 0
-            if self.good == self.GOOD:
-                self.value, self.good = min(2 * value, self.MOST), 0
-        else:
-            self.value, self.good, self.overflows = (
-                max(value / 2, self.LEAST),
-                0,
-                self.overflows + 1,
-            )
-        return result._replace(extras={**extras, "overflows": self.overflows})
-
-    def numbers(self) -> dict[str, float]:
-        return {
-            "loss_scale": self.value,
-            "loss_scale_good": self.good,
-            "loss_scale_overflows": self.overflows,
-        }
-
-    def restore(self, numbers: Mapping[str, float]) -> None:
-        self.value = numbers.get("loss_scale", self.FIRST)
-        self.good, self.overflows = (
-            int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
-        )
-
-
 class RecentLosses:
     """The mean and the standard deviation of recent losses, weighted as the last WINDOW steps.
 
@@ -210,40 +109,85 @@ class RecentLosses:
 
 
 class SkippedUpdates:
-    """The count of skipped updates, and what it depends on: the loss scale, and recent losses.
+    """The count of skipped updates, and which losses skip one.
 
-    number   skipped updates so far; AdamW's step count leaves them out
-    accepts  (loss) -> whether it is finite and, unless run.on_spike is ignore, no spike
+    number      skipped updates so far; AdamW's step count leaves them out
+    accepts     (loss) -> whether it is finite and, unless run.on_spike is ignore, no spike
+    loss_scale  the factor of the loss in the current step; only float16 has another than 1
     """
 
-    def __init__(self, compute: str, most: float = 0.0):
+    loss_scale = 1.0
+
+    def __init__(self, most: float = 0.0):
         """most: run.spike; 0: there are no spikes"""
         self.number = 0
-        self._scale = DynamicLossScale() if compute == "float16" else None
         self._losses = RecentLosses(most) if most else None
-        self._kept = [each for each in (self._scale, self._losses) if each]
         self.accepts = self._losses.accepts if self._losses else math.isfinite
 
     def conclude(self, result: StepResult) -> StepResult:
-        """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
+        """Count a skipped update. All ranks must pass the same result."""
         self.number += not result.updated
-        return self._scale.after(result) if self._scale else result
+        return result
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in the current step."""
-        return self._scale.value if self._scale else 1.0
+    def numbers(self) -> dict[str, float]:
+        return {"skipped_updates": self.number}
 
     def scalars(self) -> dict[str, float]:
-        scalars: dict[str, float] = {"skipped_updates": self.number}
-        for each in self._kept:
-            scalars |= each.numbers()
-        return scalars
+        return self.numbers() | (self._losses.numbers() if self._losses else {})
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self.number = int(scalars.get("skipped_updates", 0))
-        for each in self._kept:
-            each.restore(scalars)
+        if self._losses:
+            self._losses.restore(scalars)
+
+
+class DynamicLossScale(SkippedUpdates):
+    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
+    halves after an overflow.
+
+    An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
+    and the run continues.
+
+    good       steps without an overflow since the last change of `loss_scale` or the last overflow
+    overflows  consecutive steps with an overflow
+    source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
+    """
+
+    FIRST, LEAST, MOST, GOOD = 2.0**16, 1.0, 2.0**24, 200
+
+    def __init__(self, most: float = 0.0):
+        super().__init__(most)
+        self.loss_scale, self.good, self.overflows = self.FIRST, 0, 0
+
+    def conclude(self, result: StepResult) -> StepResult:
+        """Adapt the scale to a step's result; add the extras `loss_scale` and `overflows`."""
+        result, scale = super().conclude(result), self.loss_scale
+        extras = {**result.extras, "loss_scale": scale}
+        if not math.isfinite(result.loss) or result.extras.get("is_spike"):
+            return result._replace(extras=extras)
+        if result.updated:
+            self.good, self.overflows = self.good + 1, 0
+            if self.good == self.GOOD:
+                self.loss_scale, self.good = min(2 * scale, self.MOST), 0
+        else:
+            self.loss_scale = max(scale / 2, self.LEAST)
+            self.good, self.overflows = 0, self.overflows + 1
+        return result._replace(extras={**extras, "overflows": self.overflows})
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            **super().numbers(),
+            "loss_scale": self.loss_scale,
+            "loss_scale_good": self.good,
+            "loss_scale_overflows": self.overflows,
+        }
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        super().restore(scalars)
+        self.loss_scale = scalars.get("loss_scale", self.FIRST)
+        self.good, self.overflows = (
+            int(scalars.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
+        )
 
 
 def whole(layout: FlatLayout) -> list[Piece]:
@@ -359,8 +303,9 @@ class Replica:
     step, lr     of the step that has begun, as are
     ignored      targets of this rank's rows that do not count, by micro-batch
     predictions  number of targets in one row
+    rows_of_update   the rows, over all ranks, of one update
     targets      number of all targets of the update, over all ranks
-    weights      weight of a target, by micro-batch (`weight_of`)
+    weights      weight of a target in the mean loss, by micro-batch
     exposed      the time that this rank has been blocked on communication in the current step
     source       Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
@@ -450,7 +395,8 @@ class Replica:
         self.grid, self.storage, self.device, self.arena = grid, storage, device, arena
         self.settings, self.run, self.wire = settings, run, parse_wire(settings.wire)
         self.chunks, self.first = chunks, first
-        self.size, self.micro_batches = batch.size, batch.micro_batches
+        self.size = self.rows_of_update = batch.size
+        self.micro_batches = batch.micro_batches
         self.next_pause = next_pause
         self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers
         self._loss, self._source = loss, source
@@ -459,7 +405,8 @@ class Replica:
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
         most = run.spike if run.on_spike != "ignore" else 0.0
-        self.skips = SkippedUpdates(device.compute, most)
+        kind = DynamicLossScale if device.compute == "float16" else SkippedUpdates
+        self.skips: SkippedUpdates = kind(most)
         self._control = np.zeros(5)
         self.build(optimizer)
 
@@ -469,9 +416,11 @@ class Replica:
         self.cuts = self.cut()
         self.make_parameters()
         self.make_gradients()
-        numbers = self.micro_batches + 2 * len(self.squared)
-        self._numbers = device.backend.zeros(numbers, np.float64)
-        self.losses = self._numbers[: self.micro_batches]
+        # All that the host reads at the end of a step: losses, then two facts of each gradient.
+        count = self.micro_batches
+        self._numbers = device.backend.zeros(count + 2 * len(self.squared), np.float64)
+        self.losses, facts = self._numbers[:count], self._numbers[count:]
+        self._facts = [facts[2 * place : 2 * place + 2] for place in range(len(self.squared))]
         rule = RULES[optimizer.name]
         self.optimizer = rule.step.optimizer(
             rule,
@@ -613,10 +562,6 @@ class Replica:
     ) -> tuple[np.ndarray, np.ndarray]:
         return source.batch(self.run.seed, step, self.size, rows, before)
 
-    def of_update(self, micro: int) -> int:
-        """Return the rows, over all ranks, of the update that micro-batch `micro` belongs to."""
-        return self.size
-
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         """Return the summed loss of a micro-batch, and `scale` times the gradient of its logits.
 
@@ -657,9 +602,10 @@ class Replica:
         """
         self.step, self.lr, self.predictions = step, lr, predictions
         self.ignored = ignored or (0,) * self.micro_batches
-        self.targets = self.of_update(0) * predictions
-        micros = range(self.micro_batches)
-        self.weights = [weight_of(self.of_update(micro) * predictions) for micro in micros]
+        self.targets = self.rows_of_update * predictions
+        # The division of every average: the loss multiplies its gradient by this weight, and later
+        # reductions only add. `result_of` corrects for ignored targets, which no rank knows alone.
+        self.weights = [1 / self.targets] * self.micro_batches
         self.prepare()
 
     def prepare(self) -> None:
@@ -708,10 +654,15 @@ class Replica:
     def sum(
         self, micros: slice = slice(None), weights: Sequence[float] = ()
     ) -> tuple[float, float, int]:
-        """Wait for the summed gradients. Exposed time includes the exchange of activations.
+        """Wait for the summed gradients; return the loss that this rank reports, and the sum of
+        squares and the non-finite elements of the gradients in `squared`.
 
-        micros, weights  as in `facts`; by default those of the step
-        returns          as `facts`, of the gradients in `squared`
+        These numbers are copied from the device in one read, the only blocking read of a step. The
+        host adds those of other ranks and decides about the update, so a skipped update launches no
+        kernel. Exposed time includes the exchange of activations.
+
+        micros   the micro-batches whose losses are added
+        weights  factor of each; by default those of the step
         """
         wait = self.recorder.wait(self._gradients_name)
         with self.exposed:
@@ -719,59 +670,41 @@ class Replica:
         self.recorder.go_on(wait)
         self.exposed.seconds += self.grid.exchanged.seconds - self._exchanged_s
         span = self.recorder.compute(self._norm_name)
-        facts = self.facts(micros, weights or self.weights, self.squared)
-        self.recorder.end(span)
-        return facts
-
-    def facts(
-        self, micros: slice, weights: Sequence[float], gradients: Sequence[Any]
-    ) -> tuple[float, float, int]:
-        """Return the loss that this rank reports, and the gradients' sum of squares and non-finite
-        elements.
-
-        These numbers are copied from the device in one read, the only blocking read of a step. The
-        host adds those of other ranks and decides about the update, so a skipped update launches no
-        kernel.
-
-        micros     the micro-batches whose losses are added
-        weights    factor of each
-        gradients  flat arrays on the device, of any lengths
-        """
-        first = self.micro_batches
-        for place, gradient in enumerate(gradients):
-            at = first + 2 * place
-            self._numbers[at : at + 2] = self.device.ops.gradient_facts(gradient, self.arena)
-        if not gradients and not self.grid.reports_loss:
-            return 0.0, 0.0, 0
+        for gradient, facts in zip(self.squared, self._facts, strict=True):
+            facts[:] = self.device.ops.gradient_facts(gradient, self.arena)
         read = self.device.backend.to_host(self._numbers).tolist()
-        losses = read[:first][micros] if self.grid.reports_loss else ()
-        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=False))
-        read = read[first : first + 2 * len(gradients)]
+        self.recorder.end(span)
+        losses, read = read[: self.micro_batches][micros], read[self.micro_batches :]
+        loss = sum(map(mul, weights or self.weights, losses)) if self.grid.reports_loss else 0.0
         return loss, sum(read[::2]), int(sum(read[1::2]))
-
-    def total(self, *numbers: float) -> list[float]:
-        """Return the sums of up to five numbers over all ranks: the control message; collective."""
-        self._control[:] = 0
-        self._control[: len(numbers)] = numbers
-        self._sum_of_control.run()
-        return self._control[: len(numbers)].tolist()
 
     def agree(self, *numbers: float) -> Sequence[float]:
         """Return the sums of some numbers over all ranks that make the same update; collective.
 
         numbers  loss, squares, non-finite elements, stop requests, ignored targets
         """
+        self._control[:] = numbers
         with self.exposed:
-            return self.total(*numbers)
+            self._sum_of_control.run()
+        return self._control.tolist()
+
+    def total(self, *numbers: float) -> list[float]:
+        """Return the sums of up to five numbers over all ranks, as `agree` at any time; collective."""
+        self._control[:] = 0
+        self._control[: len(numbers)] = numbers
+        self._sum_of_control.run()
+        return self._control[: len(numbers)].tolist()
 
     def finish(self, totals: Sequence[float]) -> StepResult:
-        """Update the parameters if the result of the step is finite; return that result.
+        """Update the parameters if loss and norm are finite, and the loss is no spike.
 
         The result is equal on all ranks, with the exceptions that `StepResult` states.
 
         totals  as from `agree`
         """
-        result, scale = self.result_of(totals)
+        result, scale = self.result_of(totals, self.targets)
+        if not self.skips.accepts(result.loss) and result.updated:
+            result = result._replace(updated=False, extras={"is_spike": True})
         if result.updated:
             span = self.recorder.compute(self._update_name, UPDATE)
             self.apply(scale, self.lr, self.step + 1 - self.skips.number)
@@ -779,26 +712,25 @@ class Replica:
         self._is_spoiled = not result.updated
         return self.skips.conclude(result._replace(comm_s=self.exposed.take()))
 
-    def result_of(self, totals: Sequence[float]) -> tuple[StepResult, float]:
-        """Return the result of a step, and the factor `scale` of the summed gradient in its update.
+    def result_of(self, totals: Sequence[float], targets: int) -> tuple[StepResult, float]:
+        """Return the result of an update, whose loss and gradient are means over the targets that
+        count, and the factor of the summed gradient that makes it this mean, clipped (as
+        torch.nn.utils.clip_grad_norm_).
 
-        `updated` is true if loss and norm are finite, and the loss is no spike.
+        totals   as from `agree`; in them each target has the weight 1 / targets
+        targets  of the update, over all ranks
         """
         loss, squares, nonfinite, stop, ignored = totals
-        clip, loss_scale = self.optimizer.settings.clip, self.skips.loss_scale
-        mean = mean_of(loss, squares, ignored, self.targets, loss_scale, clip)
-        accepts = self.skips.accepts(mean.loss)
-        is_finite = math.isfinite(mean.loss) and math.isfinite(mean.norm)
-        return StepResult(
-            mean.loss,
-            mean.norm,
-            int(nonfinite),
-            self.lr,
-            is_finite and accepts,
-            stop > 0,
-            counted=mean.counted,
-            extras={"is_spike": True} if is_finite and not accepts else {},
-        ), mean.scale
+        counted = (targets - ignored) / targets if ignored else 1.0
+        norm, scale = math.nan, self.skips.loss_scale
+        if counted and squares >= 0:
+            norm = math.sqrt(squares) / scale / counted
+        loss = loss / counted if counted else math.nan
+        clip = self.optimizer.settings.clip
+        factor = (clip / norm if 0 < clip < norm else 1.0) / scale / counted if counted else 0.0
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        facts = loss, norm, int(nonfinite), self.lr, is_finite, stop > 0
+        return StepResult(*facts, counted=counted), factor
 
     def apply(self, scale: float, lr: float, step: int) -> None:
         """Update this rank's pieces from `scale` times their gradients.

@@ -28,7 +28,6 @@ from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, best_bytes
-from mpitrain.parallel.replica import weight_of
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -271,7 +270,7 @@ Average = Callable[[Any, Any], None]
 
 def average_on(device: Device, ranks: int, arena: Arena) -> Average:
     """Return the function that averages on a device: with NumPy on the host, else with our kernels."""
-    weight = weight_of(ranks)
+    weight = 1 / ranks
     if device.kernels is None:
         return lambda total, gradient: np.multiply(total, weight, out=gradient)
 

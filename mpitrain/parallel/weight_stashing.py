@@ -27,7 +27,7 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Weights
-from mpitrain.parallel.replica import Replica, Sizes, StepResult, mean_of, weight_of
+from mpitrain.parallel.replica import Replica, Sizes, StepResult
 from mpitrain.regions import Piece, share
 from mpitrain.trace.recorder import UPDATE
 
@@ -173,12 +173,20 @@ class PipeDream(Replica):
         while step not in self._known:
             yield self._begun[-1][0] + 1 if self._begun else step
 
-    def prepare(self) -> None:
-        """Note the step; `turn` marks gradients as empty, before a first backward."""
-        self._begun.append((self.step, self.lr, self.ignored, self.predictions))
+    def begin(
+        self, step: int, lr: float = 0.0, ignored: Sequence[int] = (), predictions: int = 1
+    ) -> None:
+        super().begin(step, lr, ignored, predictions)
+        micros = range(self.micro_batches)
+        self.weights = [1 / (self.of_update(micro) * predictions) for micro in micros]
+        self._begun.append((step, lr, self.ignored, predictions))
         self.begun = len(self._begun)
 
+    def prepare(self) -> None:
+        """Do nothing: `turn` marks gradients as empty, before a first backward."""
+
     def of_update(self, micro: int) -> int:
+        """Return the rows, over all ranks, of the update that micro-batch `micro` belongs to."""
         n, first = self.grid.axes.dp, self._first_of(micro)
         return sum(
             len(share(len(share(self.size, replica, n)), at, self.micro_batches))
@@ -219,11 +227,11 @@ class PipeDream(Replica):
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.grid, micro % self.micro_batches, 0.0, 0.0
         step, _, ignored, predictions = self._begun[micro // self.micro_batches]
-        own, weights = slice(at, at + 1), [weight_of(self.size * predictions)]
+        weight, loss = 1 / (self.size * predictions), 0.0
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, own, weights)
-        else:
-            loss = self.facts(own, weights, ())[0]
+            loss, squares, nonfinite = self._make(micro, slice(at, at + 1), [weight])
+        elif grid.reports_loss:
+            loss = weight * float(self.device.backend.to_host(self.losses)[at])
         message = self._messages[micro % self._stages]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
         if grid.coords.tp == grid.coords.dp == 0:
@@ -246,14 +254,14 @@ class PipeDream(Replica):
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
         targets = self.of_update(micro % self.micro_batches) * predictions
-        clip = self.optimizer.settings.clip
-        mean = mean_of(0.0, squares, self._ignored_by_all(micro, ignored), targets, clip=clip)
-        squares = squares / mean.counted**2 if mean.counted else 0.0
+        totals = 0.0, squares, nonfinite, 0, self._ignored_by_all(micro, ignored)
+        result, scale = self.result_of(totals, targets)
+        squares = squares / result.counted**2 if result.counted else 0.0
         span = self.recorder.compute(self._update_name, UPDATE)
         self.advance()
-        if mean.counted and math.isfinite(squares):
+        if result.counted and math.isfinite(squares):
             earlier = step * self._updates_per_step + micro % self.micro_batches // self.every
-            self.apply(mean.scale, lr, earlier + 1)
+            self.apply(scale, lr, earlier + 1)
         self.recorder.end(span)
         return loss, squares, nonfinite
 
@@ -315,17 +323,13 @@ class PipeDream(Replica):
             losses, squares, nonfinite, _, ignored = (
                 sum(column) for column in zip(*messages, strict=True)
             )
-            mean = mean_of(losses, 0.0, ignored, self.size * predictions)
-            norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
-            self._newest_result = self._known[step] = StepResult(
-                mean.loss,
-                norm,
-                int(nonfinite),
-                lr,
-                math.isfinite(mean.loss) and math.isfinite(norm),
-                stops,
-                counted=mean.counted,
+            totals = losses, 0.0, nonfinite, stops, ignored
+            result, _ = self.result_of(totals, self.size * predictions)
+            norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
+            is_finite = math.isfinite(result.loss) and math.isfinite(norm)
+            self._newest_result = self._known[step] = result._replace(
+                grad_norm=norm, lr=lr, updated=is_finite
             )
         self._released = max(self._released, steps)
 

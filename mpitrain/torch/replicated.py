@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from mpitrain.collectives.group import Group
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.cuda import as_array
-from mpitrain.parallel.replica import weight_of
 from mpitrain.parallel.replicated import GradientSums, TensorFacts
 from mpitrain.transport.base import Transport
 from mpitrain.transport.mpi import connect
@@ -78,7 +77,7 @@ class Replicated(torch.nn.Module):
         self._sums = sums = GradientSums(
             transport, lambda: facts_of(module), algorithm, wire, bucket_mb
         )
-        self._weight = weight_of(transport.size)
+        self._weight = 1 / transport.size
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._leaves = [torch.as_tensor(leaf) for leaf in sums.leaves]
         buffers = list(module.buffers())

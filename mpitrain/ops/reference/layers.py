@@ -670,7 +670,7 @@ def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
     loss_sum is the sum over rows of -log(probability of the target).
     logits     (M, V)
     targets    (M,)
-    scale      factor of dlogits, not of loss_sum: `weight_of` the targets of the whole update (in
+    scale      factor of dlogits, not of loss_sum: 1 / the targets of the whole update (`begin` in
                parallel/replica.py), times the loss scale
     smoothing  part of a target that all entries share equally (Szegedy et al. 2016, section 7)
     """

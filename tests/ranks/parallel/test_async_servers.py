@@ -119,7 +119,7 @@ def emulated(config, workers, servers, logs):
                         entries[name].view(trainer.parameters)[...] = value
                 rows = share(config.batch.size, ticket % workers, workers)
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
-                trainer.replica.of_update = lambda micro: len(rows)
+                trainer.replica.rows_of_update = len(rows)
                 trainer.replica.finish = lambda totals: None  # and update nothing
                 trainer.step(0, inputs, targets)
                 found = {name: entries[name].view(trainer.gradients).copy() for name in owner}

@@ -128,7 +128,7 @@ def emulated(settings, ends):
                 for chunk in [share(len(mine), micro, m)]
             ]
             used, loss, made = sum(map(len, rows)) if every else size, 0.0, []
-            replica.of_update = lambda chunk: used
+            replica.rows_of_update = used
             for mine in rows:
                 chunk = trainer.step(
                     0, *source.batch(config.run.seed, step, size, range(mine[0], mine[-1] + 1))

@@ -108,26 +108,26 @@ def step(loss=1.0, updated=True):
 
 def test_the_loss_scale_doubles_and_halves_within_bounds():
     scale = DynamicLossScale()
-    told = [scale.after(step()).extras["loss_scale"] for _ in range(200)]
-    assert set(told) == {2.0**16} and scale.value == 2**17
+    told = [scale.conclude(step()).extras["loss_scale"] for _ in range(200)]
+    assert set(told) == {2.0**16} and scale.loss_scale == 2**17
     for overflows in (1, 2, 3):
-        outcome = scale.after(step(updated=False))
+        outcome = scale.conclude(step(updated=False))
         assert (
             outcome.extras["overflows"] == overflows
-            and outcome.extras["loss_scale"] == 2 * scale.value
+            and outcome.extras["loss_scale"] == 2 * scale.loss_scale
         )
-    assert scale.value == 2**14
-    assert scale.after(step(loss=math.nan, updated=False)).extras.get("overflows", 0) == 0, (
+    assert scale.loss_scale == 2**14
+    assert scale.conclude(step(loss=math.nan, updated=False)).extras.get("overflows", 0) == 0, (
         "that is on_nonfinite's"
     )
-    assert (scale.value, scale.overflows) == (2**14, 3)
-    scale.after(step())
+    assert (scale.loss_scale, scale.overflows) == (2**14, 3)
+    scale.conclude(step())
     other = DynamicLossScale()
-    other.restore(scale.numbers())
+    other.restore(scale.scalars())
     assert vars(other) == vars(scale) and (scale.good, scale.overflows) == (1, 0)
     for _ in range(20):
-        scale.after(step(updated=False))
-    assert scale.value == 1
+        scale.conclude(step(updated=False))
+    assert scale.loss_scale == 1
     for _ in range(200 * 30):
-        scale.after(step())
-    assert scale.value == 2**24
+        scale.conclude(step())
+    assert scale.loss_scale == 2**24

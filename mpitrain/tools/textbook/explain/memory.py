@@ -142,16 +142,16 @@ def recomputation(setting: TopicSetting) -> Explanation:
 
 def loss_scaling(setting: TopicSetting) -> Explanation:
     scale, frames, skipped = DynamicLossScale(), list[Frame](), 0
-    first = scale.value
+    first = scale.loss_scale
     plain = _frame("without a scale", 1.0, "")
     while True:
-        value = scale.value
+        value = scale.loss_scale
         scaled = _scaled(value)
         is_finite = bool(np.isfinite(scaled).all())
         step = len(frames) + 1
         norm = float(np.linalg.norm(scaled.astype(np.float64)))
         result = StepResult(1.0, norm, int((~np.isfinite(scaled)).sum()), 0.1, is_finite, False)
-        scale.after(result)
+        scale.conclude(result)
         title = (
             Sentence("step {k}: the update", k=step)
             if is_finite

@@ -14,7 +14,7 @@ from mpitrain.errors import Sentence
 from mpitrain.parallel.averaging import Averaging, Gossip, LocalSGD, distances
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.master import Master
-from mpitrain.parallel.replica import weight_of
+from mpitrain.parallel.replica import Replica
 from mpitrain.parallel.servers import Server, Worker
 from mpitrain.parallel.zero import Zero1, Zero2, Zero3
 from mpitrain.pipeline.pipeline import Stage
@@ -628,7 +628,7 @@ TOPICS = {
                 DIVIDED,
                 "All ranks then make the same update, and no parameter is sent.",
             ),
-            (weight_of, Buckets, ring.all_reduce),
+            (Replica.begin, Buckets, ring.all_reduce),
             _of_ring,
             has_buckets=True,
         ),
@@ -666,7 +666,7 @@ TOPICS = {
                 DIVIDED,
                 "It sends the new parameters to all workers: W S bytes through one link.",
             ),
-            (weight_of, Worker, Server),
+            (Replica.begin, Worker, Server),
             lambda n, size: (n - 1) * size,
             servers=1,
         ),
