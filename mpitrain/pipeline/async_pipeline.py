@@ -7,13 +7,11 @@ step before. The next step, or `drain`, runs the backwards that are left. `STREA
 has a drawing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from mpitrain.layers.base import Now
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.pipeline import Pipeline, Shape, Stage, execute, shape_in
+from mpitrain.pipeline.pipeline import LossGradient, MicroBatch, Pipeline, Stage
 from mpitrain.pipeline.schedules import (
     STREAMS,
     Backward,
@@ -121,30 +119,18 @@ class AsyncPipeline(Pipeline):
         super().__init__(plan, chunks, transport, replica, *rest)
         self._stashed = replica
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
-        self._rows = dict[int, Now]()  # of the micro-batches of two steps
+        self._micros = dict[int, MicroBatch]()  # of two steps
         self._steps = 0  # counts the steps since the pipeline was empty
 
-    def train(
-        self,
-        rows: Sequence[Now],
-        shapes: Sequence[Shape],
-        first: Callable[[int], Any],
-        loss: Callable[[int, Any], Any],
-    ) -> None:
+    def train(self, micros: Sequence[MicroBatch], loss: LossGradient) -> None:
         """Run a step's forwards and the backwards between them; drain after the step if
         `PipeDream.ends` says so.
         """
         m = self._micro_batches
-        self.channel.begin(partial(shape_in, self.input_shape, shapes))
-        for stage in self.stages.values() if not self._steps else ():
-            stage.begin(0, self._rows)
-        for micro, own in enumerate(rows, self._steps * m):
-            self._rows[micro % (2 * m)] = own
-        self._run(
-            self._pieces.next if self._steps else self._pieces.first,
-            lambda micro: first(micro % m),
-            lambda micro, y: loss(micro % m, y),
-        )
+        self.channel.sent.clear()
+        for number, batch in enumerate(micros, self._steps * m):
+            self._micros[number % (2 * m)] = batch
+        self._run(self._pieces.next if self._steps else self._pieces.first, loss)
         self._steps += 1
         if self._stashed.ends:
             self.drain()
@@ -152,27 +138,15 @@ class AsyncPipeline(Pipeline):
     def drain(self) -> None:
         if self._steps:
             self._steps -= 1
-            self._run(self._pieces.last, _no_forward, _no_forward)
+            self._run(self._pieces.last, _no_loss)
             self._steps = 0
             self._stashed.sync()
 
-    def _run(
-        self,
-        program: Sequence[Instruction],
-        first: Callable[[int], Any],
-        loss: Callable[[int, Any], Any],
-    ) -> None:
+    def _run(self, program: Sequence[Instruction], loss: LossGradient) -> None:
         """Execute a program of `Pieces`, with its micro-batch numbers moved to the current step."""
         m = self._micro_batches
-        execute(
-            self._turning(moved(program, self._steps * m, 2 * m)),
-            self.stages,
-            len(self._chunks),
-            first,
-            loss,
-            self.channel,
-            self.lowest,
-        )
+        moved_program = moved(program, self._steps * m, 2 * m)
+        self._executor.execute(self._turning(moved_program), self._micros, loss)
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
         """Yield the instructions of a program; before each backward, call `PipeDream.turn`.
@@ -186,11 +160,11 @@ class AsyncPipeline(Pipeline):
         """
         for instruction in program:
             if isinstance(instruction, BackwardInput | Backward | Skip) and self._stashed.turn():
-                self.stages[instruction.chunk].begin(self._stashed.every, self._rows)
+                self.stages[instruction.chunk].left = self._stashed.every
             yield instruction
             if isinstance(instruction, Skip):
                 self._stashed.turned()
 
 
-def _no_forward(*arguments: Any) -> None:
-    raise AssertionError(arguments)
+def _no_loss(*arguments: Any) -> NoReturn:
+    raise AssertionError(arguments)  # no forward is left in flight

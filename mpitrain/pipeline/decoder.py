@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Unit, Weights
+from mpitrain.layers.base import READING, Now, Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
 from mpitrain.machine.backend import Arena
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.pipeline import Channel, execute, input_shape, own, shape_in
+from mpitrain.pipeline.pipeline import Channel, Executor, MicroBatch, input_shape, own
 from mpitrain.pipeline.schedules import forward_alone, with_messages
 from mpitrain.transport.base import Transport
 
@@ -43,7 +43,7 @@ class DecodingStage:
     def _copy(self, number: int) -> Weights:
         return _copied(self._replica.open(number, 0))
 
-    def forward(self, micro: int, x: Any) -> Any:
+    def forward(self, micro: int, now: Now, x: Any) -> Any:
         """Run the first `end` units, and return their output for the new tokens."""
         replica, past, arena = self._replica, self._past, self.arena
         for number, layer, copy in self._layers[: self.end]:
@@ -88,9 +88,8 @@ class Decoder:
         here = transport.rank
         self._placed = placed
         self._chunks, self._past = chunks, Past(sequences, room, arena)
-        self._channel = Channel(transport, arena, dtype)
+        channel = Channel(transport, arena, dtype, partial(input_shape, chunks))
         self._program = with_messages(forward_alone(stage_of))[here]
-        self._input_shape = partial(input_shape, chunks)
         self._arena, self._fixed = arena, FixedArena(arena)
         self._read = [-1] * sequences  # cached tokens of each sequence; -1: none was read yet
         self._stages, number = dict[int, Any](), 0
@@ -98,6 +97,7 @@ class Decoder:
             units = [*enumerate(chunks[chunk], number)]
             self._stages[chunk] = DecodingStage(units, replica, self._past, arena)
             number += len(units)
+        self._executor = Executor(self._stages, len(chunks), channel, placed)
         # The last layer of the model stores nothing if it is row-wise.
         self._unstored = is_rowwise(chunks[-1][-1].layer)
         self._last = self._stages.get(len(chunks) - 1)
@@ -153,15 +153,8 @@ class Decoder:
         if self._last:
             self._last.end = len(self._chunks[-1]) - (self._unstored and not to_end)
         outputs: list[Any] = []
-        self._channel.begin(partial(shape_in, self._input_shape, [tokens.shape]))
-        execute(
-            self._program,
-            self._stages,
-            len(self._chunks),
-            lambda micro: self._placed(tokens),
-            lambda micro, y: outputs.append(y),
-            self._channel,
-        )
+        batch = MicroBatch(0, READING, tokens)
+        self._executor.execute(self._program, [batch], lambda _, y: outputs.append(y))
         return outputs.pop() if outputs else None
 
 

@@ -1,10 +1,13 @@
 """The pipeline of one rank: the passes of a step over the model.
 
-`Chunks` is the model, cut. `Stage` computes a chunk. `Channel` carries messages between stages. `execute` runs the
-instructions of a rank, and knows no schedule. `Pipeline` has the programs to train and to infer.
+`Chunks` is the model, cut. `Stage` computes a chunk. `Channel` carries messages between stages.
+`Executor` runs the instructions of a rank, and knows no schedule. `Pipeline` has the programs to
+train and to infer.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ from mpitrain.pipeline.schedules import (
     Receive,
     Send,
     Skip,
+    What,
     forward_alone,
     training_program,
     with_messages,
@@ -74,6 +78,24 @@ class Chunks(NamedTuple):
         return sum(unit.name in before for unit in units)
 
 
+class StageUnit(NamedTuple):
+    """A unit on its stage.
+
+    number  of the unit, as the replica counts the units of this rank
+    name    number of its name in the trace
+    saves   whether a forward that trains keeps what the layer saves for its backward
+    begins  whether it is the first unit of a recomputed segment, whose input is kept instead
+    again   if it is the last one of a segment: the indices of the segment's units, else empty
+    """
+
+    number: int
+    layer: Any
+    name: int
+    saves: bool
+    begins: bool
+    again: range
+
+
 class Stage:
     """Stage that computes one chunk of the model, in training and for inference.
 
@@ -86,7 +108,11 @@ class Stage:
 
     Of a recomputed segment (`Unit.segment`) the stage saves only the input. The backward of
     the segment's last unit first computes the other activations of the segment again.
+
+    left  backwards until the gradients are complete; whoever begins a step sets it
     """
+
+    left = 0
 
     def __init__(
         self,
@@ -105,102 +131,82 @@ class Stage:
         lowest  number of the first unit with a backward; all units before are frozen and save no
                 activations
         """
-        self._layers: list[tuple[int, Any]] = [
-            (first + index, unit.layer) for index, unit in enumerate(units)
-        ]
-        self._lowest = lowest
-        self._order_backward()
         self._names = [unit.name for unit in units]
-        self._replica = replica
-        self._arena, self._poll = arena, poll
+        self._replica, self._arena = replica, arena
         # These functions begin and end a unit's span in the trace. After an error the span stays open.
-        names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
-        self._pass = recorder.compute, self._poll, recorder.end, names
-        self._segments = [unit.segment for unit in units]
-        # The names of the units before the first forward, which checks their outputs.
-        self._unseen = self._names
+        self._pass = recorder.compute, poll, recorder.end
+        self._units, self._frozen = list[StageUnit](), max(0, lowest - first)
+        for index, unit in enumerate(units):
+            is_last = unit.name == unit.segment[-1] if unit.segment else False
+            self._units.append(
+                StageUnit(
+                    first + index,
+                    unit.layer,
+                    recorder.name(unit.name),
+                    not unit.segment and index >= self._frozen,
+                    unit.name in unit.segment[:1],
+                    range(index + 1 - len(unit.segment), index + 1) if is_last else range(0),
+                )
+            )
+        self._is_unseen = True  # The first forward checks the outputs of the units.
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
-        self._rows: Mapping[int, Now] = {}
-        self._left = 0
 
     def replace_layers(self, replaced: Callable[[Any, str], Any]) -> None:
         """Let others compute in place of the layers.    replaced: (layer, name of its unit) -> layer"""
-        self._layers = [
-            (number, replaced(layer, name))
-            for (number, layer), name in zip(self._layers, self._names, strict=True)
+        self._units = [
+            unit._replace(layer=replaced(unit.layer, name))
+            for unit, name in zip(self._units, self._names, strict=True)
         ]
-        self._order_backward()
 
-    def _order_backward(self) -> None:
-        self._backward = [
-            (index, *each) for index, each in enumerate(self._layers) if each[0] >= self._lowest
-        ][::-1]
-
-    def begin(self, micro_batches: int, rows: Mapping[int, Now]) -> None:
-        """Begin a step of this many micro-batches; the last one's backward completes the gradients.
-
-        rows  of each micro-batch, which layers read in a forward
-        """
-        self._left, self._rows = micro_batches, rows
-
-    def forward(self, micro: int, x: Any) -> Any:
+    def forward(self, micro: int, now: Now, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        replica, arena, now = self._replica, self._arena, self._rows[micro]
-        begin, poll, end, names = self._pass
-        if now.trains:
-            self._saved[micro] = kept = list[Any]()
-        for index, (number, layer) in enumerate(self._layers):
-            segment = self._segments[index]
-            if segment and now.trains and self._begins_segment(index):
+        replica, arena, (begin, poll, end) = self._replica, self._arena, self._pass
+        kept = list[Any]()
+        for index, (number, layer, name, saves, begins, _) in enumerate(self._units):
+            if begins and now.trains:
                 kept.append((x, now))
-            span = begin(names[number], FORWARD, number, micro)
+            span = begin(name, FORWARD, number, micro)
             y, saved = layer.forward(replica.open(number, micro), x, now, arena)
-            if self._unseen:
-                check_output(self._unseen[index], layer, x, y)
+            if self._is_unseen:
+                check_output(self._names[index], layer, x, y)
             x = y
             poll()
             end(span)
-            if now.trains and not segment and number >= self._lowest:
+            if saves and now.trains:
                 kept.append(saved)
             del saved
-        self._unseen = []
+        self._is_unseen = False
+        if now.trains:
+            self._saved[micro] = kept
         return x
 
-    def _begins_segment(self, index: int) -> bool:
-        return index == 0 or self._segments[index - 1] is not self._segments[index]
-
-    def _save_again(self, micro: int, index: int, segment: Sequence[str], saved: list[Any]) -> None:
-        """Replace the saved input of a segment by the activations of its units.
-
-        index  of a unit of this segment; unless it is the last one, nothing is done
-        """
-        if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
-            return
-        replica, (x, now) = self._replica, saved.pop()
+    def _save_again(self, micro: int, again: range, saved: list[Any]) -> None:
+        """Replace the saved input of a segment by the activations of its units.    again: as in StageUnit"""
+        replica, (_, poll, _), (x, now) = self._replica, self._pass, saved.pop()
         now = now._replace(is_again=True)
-        for number, layer in self._layers[index + 1 - len(segment) : index]:
-            x, state = layer.forward(replica.open(number, micro), x, now, self._arena)
+        *earlier, last = self._units[again.start : again.stop]
+        for unit in earlier:
+            weights = replica.open(unit.number, micro)
+            x, state = unit.layer.forward(weights, x, now, self._arena)
             saved.append(state)
-            self._poll()
-        number, layer = self._layers[index]
-        saved.append(saved_again(layer, replica.open(number, micro), x, now, self._arena))
+            poll()
+        weights = replica.open(last.number, micro)
+        saved.append(saved_again(last.layer, weights, x, now, self._arena))
 
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
 
         Return the gradient of the chunk's input; None if the input is tokens.
         """
-        replica, saved, pending = self._replica, self._saved.pop(micro), []
-        begin, poll, end, names = self._pass
-        for index, number, layer in self._backward:
-            span = begin(names[number], BACKWARD_INPUT, number, micro)
-            if segment := self._segments[index]:
-                self._save_again(micro, index, segment, saved)
-            dy, state = layer.backward_input(
-                replica.open(number, micro), dy, saved.pop(), self._arena
-            )
+        replica, arena, (begin, poll, end) = self._replica, self._arena, self._pass
+        saved, pending = self._saved.pop(micro), list[Any]()
+        for number, layer, name, _, _, again in reversed(self._units[self._frozen :]):
+            span = begin(name, BACKWARD_INPUT, number, micro)
+            if again:
+                self._save_again(micro, again, saved)
+            dy, state = layer.backward_input(replica.open(number, micro), dy, saved.pop(), arena)
             poll()
             end(span)
             pending.append(state)
@@ -209,34 +215,28 @@ class Stage:
 
     def backward_weight(self, micro: int) -> None:
         """Run the weight half: accumulate the gradients of the parameters."""
-        replica, pending = self._replica, self._pending.pop(micro)
-        begin, poll, end, names = self._pass
-        self._left -= 1
-        for _, number, layer in self._backward:
-            span = begin(names[number], BACKWARD_WEIGHT, number, micro)
-            layer.backward_weight(pending.pop(), replica.gradients(number), self._arena)
-            replica.ready(number, self._left == 0)
+        replica, arena, (begin, poll, end) = self._replica, self._arena, self._pass
+        pending = self._pending.pop(micro)
+        self.left -= 1
+        for number, layer, name, *_ in reversed(self._units[self._frozen :]):
+            span = begin(name, BACKWARD_WEIGHT, number, micro)
+            layer.backward_weight(pending.pop(), replica.gradients(number), arena)
+            replica.ready(number, self.left == 0)
             poll()
             end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
         """Run both halves, unit by unit; return the same as `backward_input`."""
-        replica, saved = self._replica, self._saved.pop(micro)
-        begin, poll, end, names = self._pass
-        self._left -= 1
-        for index, number, layer in self._backward:
-            span = begin(names[number], BACKWARD, number, micro)
-            if segment := self._segments[index]:
-                self._save_again(micro, index, segment, saved)
-            dy = backward(
-                layer,
-                replica.open(number, micro),
-                dy,
-                saved.pop(),
-                replica.gradients(number),
-                self._arena,
-            )
-            replica.ready(number, self._left == 0)
+        replica, arena, (begin, poll, end) = self._replica, self._arena, self._pass
+        saved = self._saved.pop(micro)
+        self.left -= 1
+        for number, layer, name, _, _, again in reversed(self._units[self._frozen :]):
+            span = begin(name, BACKWARD, number, micro)
+            if again:
+                self._save_again(micro, again, saved)
+            weights, gradients = replica.open(number, micro), replica.gradients(number)
+            dy = backward(layer, weights, dy, saved.pop(), gradients, arena)
+            replica.ready(number, self.left == 0)
             poll()
             end(span)
         return dy
@@ -268,34 +268,35 @@ class Channel:
     suffices, because sender and receiver process the micro-batches of a chunk in ascending order.
     Both sides know a message's shape in advance, so no header is sent.
 
-    sent   {"activation" or "gradient": (messages, bytes)} in the current step
+    sent   {"activation" or "gradient": (messages, bytes)} since it was cleared; a step clears it
     micro  the micro-batch of the running instruction
     """
 
     micro = 0
 
-    def __init__(self, transport: Transport, arena: Arena, dtype: Any):
+    def __init__(
+        self,
+        transport: Transport,
+        arena: Arena,
+        dtype: Any,
+        input_shape: Callable[[int, Shape], Shape],
+    ):
         """Connect a stage to the other stages of its pipeline.
 
-        transport  of the pipeline's stages; its ranks are the stages
-        arena      allocates the buffers of received arrays
-        dtype      of all messages
+        transport    of the pipeline's stages; its ranks are the stages
+        arena        allocates the buffers of received arrays
+        dtype        of all messages
+        input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
         """
         self._transport, self._arena, self._dtype = transport, arena, dtype
-        self._recorder = recorder = transport.recorder
+        self._recorder, self._input_shape = transport.recorder, input_shape
         self._names = {
-            what: recorder.name(what, transport.members) for what in (ACTIVATION, GRADIENT)
+            what: transport.recorder.name(what, transport.members)
+            for what in (ACTIVATION, GRADIENT)
         }
         self._started: dict[Message, tuple[Request, Any]] = {}
         self._under_way: list[Request] = []
-
-    def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
-        """Begin a step, and reset the counts of sent messages.
-
-        shape  (chunk, micro-batch) -> shape of the chunk's input
-        """
-        self._shape = shape
-        self.sent = dict.fromkeys((ACTIVATION, GRADIENT), (0, 0))
+        self.sent = defaultdict[What, tuple[int, int]](lambda: (0, 0))
 
     def send(self, message: Message, array: Any, peer: int) -> None:
         """Start to send an array, which must not change until `complete`.
@@ -306,11 +307,11 @@ class Channel:
         self.sent[message[0]] = messages + 1, nbytes + array.nbytes
         self._start(self._transport.start_send, message, array, peer)
 
-    def receive(self, message: Message, peer: int) -> None:
-        """Start to receive an array into a buffer of the arena."""
-        what, chunk, micro = message
-        array = self._arena.take(self._shape(chunk + (what == "gradient"), micro), self._dtype)
-        self._start(self._transport.start_recv, message, array, peer)
+    def receive(self, message: Message, peer: int, model_input: Shape) -> None:
+        """Start to receive an array into a buffer of the arena.    model_input: the shape of the model's input"""
+        what, chunk, _ = message
+        shape = self._input_shape(chunk + (what == "gradient"), model_input)
+        self._start(self._transport.start_recv, message, self._arena.take(shape, self._dtype), peer)
 
     def _start(
         self, start: Callable[..., Request], message: Message, array: Any, peer: int
@@ -341,65 +342,96 @@ class Channel:
             self._under_way = [request for request in self._under_way if not request.test()]
 
 
-def execute(
-    instructions: Iterable[Instruction],
-    stages: Mapping[int, Stage],
-    chunks: int,
-    first: Callable[[int], Any],
-    loss: Callable[[int, Any], Any],
-    channel: Channel,
-    lowest: int = 0,
-) -> None:
-    """Execute the instructions of one rank.
+class MicroBatch(NamedTuple):
+    """The rows of a micro-batch on a rank.
 
-    stages   {chunk: Stage} of this rank
-    chunks   number of chunks in the whole model
-    first    (micro-batch) -> the input of the model
-    loss     (micro-batch, output of the model) -> the gradient of that output
-    channel  to the other stages
-    lowest   the first chunk with a backward
+    number   of the micro-batch in its step
+    now      what the layers read in its forward
+    inputs   of the model, on the host or the device
+    targets  of the loss; None without a loss
     """
-    # Maps a message to its array until the consumer takes it. No variable may refer to an array as
-    # well: its buffer would return to the arena later.
-    held: dict[Message, Any] = {}
 
-    def taken(message: Message) -> Any:
-        """Return the input of an instruction: a local result or a received message."""
-        return held.pop(message) if message in held else channel.complete(message)
+    number: int
+    now: Now
+    inputs: Any
+    targets: Any = None
 
-    for instruction in instructions:
-        channel.micro = instruction.micro
-        match instruction:
-            case Forward(chunk, micro):
-                if chunk == 0:
-                    held["activation", 0, micro] = first(micro)
-                held["activation", chunk + 1, micro] = stages[chunk].forward(
-                    micro, taken(("activation", chunk, micro))
-                )
-                if chunk == chunks - 1:
-                    held["gradient", chunk, micro] = loss(
-                        micro, held.pop(("activation", chunks, micro))
+
+LossGradient = Callable[[MicroBatch, Any], Any]
+"""(micro-batch, output of the model) -> the gradient of that output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """Executes the instructions of one rank, and knows no schedule.
+
+    stages   {chunk: Stage} of this rank, in ascending order
+    chunks   number of chunks in the whole model
+    channel  to the other stages
+    placed   copies inputs of the model to the device
+    lowest   the first chunk with a backward: all chunks before are frozen
+    """
+
+    stages: Mapping[int, Any]
+    chunks: int
+    channel: Channel
+    placed: Callable[[Any], Any]
+    lowest: int = 0
+
+    def execute(
+        self,
+        instructions: Iterable[Instruction],
+        micros: Sequence[MicroBatch] | Mapping[int, MicroBatch],
+        loss: LossGradient,
+    ) -> None:
+        """Execute instructions of this rank.
+
+        micros  the micro-batches, by their numbers in the instructions
+        loss    called only on the stage of the last chunk
+        """
+        stages, channel = self.stages, self.channel
+        # Maps a message to its array until the consumer takes it. No variable may refer to an array
+        # as well: its buffer would return to the arena later.
+        held: dict[Message, Any] = {}
+
+        def taken(message: Message) -> Any:
+            """Return the input of an instruction: a local result or a received message."""
+            return held.pop(message) if message in held else channel.complete(message)
+
+        for instruction in instructions:
+            channel.micro = instruction.micro
+            match instruction:
+                case Forward(chunk, micro):
+                    batch = micros[micro]
+                    if chunk == 0:
+                        held["activation", 0, micro] = self.placed(batch.inputs)
+                    held["activation", chunk + 1, micro] = stages[chunk].forward(
+                        micro, batch.now, taken(("activation", chunk, micro))
                     )
-            case BackwardInput(chunk, micro):
-                held["gradient", chunk - 1, micro] = stages[chunk].backward_input(
-                    micro, taken(("gradient", chunk, micro))
-                )
-            case BackwardWeight(chunk, micro):
-                stages[chunk].backward_weight(micro)
-            case Backward(chunk, micro):
-                held["gradient", chunk - 1, micro] = stages[chunk].backward(
-                    micro, taken(("gradient", chunk, micro))
-                )
-            case Send(what, chunk, micro, peer):
-                channel.send((what, chunk, micro), held.pop((what, chunk, micro)), peer)
-            case Receive(what, chunk, micro, peer):
-                channel.receive((what, chunk, micro), peer)
-            case Complete(what, chunk, micro):
-                channel.complete((what, chunk, micro))
-            case Handoff() | Skip():
-                pass  # The result is in `held` already, where the next chunk finds it.
-        # No chunk uses the gradient of the input of the first chunk with a backward.
-        held.pop(("gradient", lowest - 1, instruction.micro), None)
+                    if chunk == self.chunks - 1:
+                        held["gradient", chunk, micro] = loss(
+                            batch, held.pop(("activation", self.chunks, micro))
+                        )
+                case BackwardInput(chunk, micro):
+                    held["gradient", chunk - 1, micro] = stages[chunk].backward_input(
+                        micro, taken(("gradient", chunk, micro))
+                    )
+                case BackwardWeight(chunk, micro):
+                    stages[chunk].backward_weight(micro)
+                case Backward(chunk, micro):
+                    held["gradient", chunk - 1, micro] = stages[chunk].backward(
+                        micro, taken(("gradient", chunk, micro))
+                    )
+                case Send(what, chunk, micro, peer):
+                    channel.send((what, chunk, micro), held.pop((what, chunk, micro)), peer)
+                case Receive(what, chunk, micro, peer):
+                    channel.receive((what, chunk, micro), peer, micros[micro].inputs.shape)
+                case Complete(what, chunk, micro):
+                    channel.complete((what, chunk, micro))
+                case Handoff() | Skip():
+                    pass  # The result is in `held` already, where the next chunk finds it.
+            # No chunk uses the gradient of the input of the first chunk with a backward.
+            held.pop(("gradient", self.lowest - 1, instruction.micro), None)
 
 
 class Pipeline:
@@ -425,69 +457,49 @@ class Pipeline:
         replica: Replica,
         arena: Arena,
         dtype: Any,
+        placed: Callable[[Any], Any],
     ):
         """Build this rank's stages and programs.
 
         chunks     the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
+        placed     copies inputs of the model to the device
         """
-        here, self._stage_of = transport.rank, plan.stage_of
-        self._transport, self._chunks = transport, chunks
-        self._arena, self.channel = arena, Channel(transport, arena, dtype)
-        channel, self.peak_bytes, self._micro_batches = self.channel, 0, plan.micro_batches
-        self.lowest = lowest_chunk(chunks)
+        self._here, self._stage_of = transport.rank, plan.stage_of
+        self.input_shape = cache(partial(input_shape, chunks))
+        self.channel = channel = Channel(transport, arena, dtype, self.input_shape)
+        self._arena, self.peak_bytes, self._micro_batches = arena, 0, plan.micro_batches
+        frozen = forward_only([unit for units in chunks for unit in units])
+        self.lowest = sum(end <= frozen for end in accumulate(map(len, chunks)))
 
         def poll() -> None:
             replica.poll()
             channel.poll()
 
+        poll_all = poll if transport.size > 1 else replica.poll
         self.stages, first = dict[int, Stage](), 0
-        for chunk in own(plan.stage_of, here):
+        for chunk in own(plan.stage_of, self._here):
             self.stages[chunk] = self.stage_type(
-                *(
-                    chunks[chunk],
-                    replica,
-                    arena,
-                    first,
-                    poll if transport.size > 1 else replica.poll,
-                ),
-                *(transport.recorder, replica.first),
+                chunks[chunk], replica, arena, first, poll_all, transport.recorder, replica.first
             )
             first += len(chunks[chunk])
         # Trace files call chunks `parts`.
         transport.recorder.facts(
             parts={chunk: [unit.name for unit in chunks[chunk]] for chunk in self.stages}
         )
-        self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
-        self.input_shape = cache(partial(input_shape, chunks))
+        self._executor = Executor(self.stages, len(chunks), channel, placed, self.lowest)
+        self._program: Sequence[Instruction] = training_program(plan, self.lowest)[self._here]
 
-    def train(
-        self,
-        rows: Sequence[Now],
-        shapes: Sequence[Shape],
-        first: Callable[[int], Any],
-        loss: Callable[[int, Any], Any],
-    ) -> None:
-        """Run the forwards and backwards of one step.
-
-        rows    of each micro-batch
-        shapes  shape of the model's input in each micro-batch
-        first   (micro-batch) -> that input; called only on the stage of the first chunk
-        loss    (micro-batch, output of the model) -> the gradient of that output; called only on
-                the stage of the last chunk
-        """
-        of_micro = dict(enumerate(rows))
+    def train(self, micros: Sequence[MicroBatch], loss: LossGradient) -> None:
+        """Run the forwards and backwards of one step.    loss: called only on the last chunk's stage"""
         for stage in self.stages.values():
-            stage.begin(len(rows), of_micro)
-        self.channel.begin(partial(shape_in, self.input_shape, shapes))
+            stage.left = len(micros)
+        self.channel.sent.clear()
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
-        execute(
-            self._program, self.stages, len(self._chunks), first, loss, self.channel, self.lowest
-        )
+        self._executor.execute(self._program, micros, loss)
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
-        of_micro.clear()  # ends the leases of the rows' places and weights
 
     @property
     def micro(self) -> int:
@@ -499,33 +511,19 @@ class Pipeline:
 
     @cached_property
     def _infer_program(self) -> Sequence[Instruction]:
-        return with_messages(forward_alone(self._stage_of))[self._transport.rank]
+        return with_messages(forward_alone(self._stage_of))[self._here]
 
-    def infer(self, shape: Shape, first: Callable[[], Any], places: Places | None = None) -> Any:
-        """Run one forward without a backward, and return the model's output.
+    def infer(self, inputs: Any, places: Places | None = None) -> Any:
+        """Run one forward of inputs of the model, without a backward, and return the model's output.
 
         Only the last chunk's stage has the output; the others return None.
 
-        shape      of the model's input
-        first      () -> that input; called only on the stage of the first chunk
         places  of the tokens of these rows
         """
         outputs: list[Any] = []
-        self.channel.begin(partial(shape_in, self.input_shape, [shape]))
-        for stage in self.stages.values():
-            stage.begin(0, {0: Now(0, 0, shape[0], False, places)})
-        execute(
-            self._infer_program,
-            self.stages,
-            len(self._chunks),
-            lambda micro: first(),
-            lambda micro, y: outputs.append(y),
-            self.channel,
-        )
+        batch = MicroBatch(0, Now(0, 0, len(inputs), False, places), inputs)
+        self._executor.execute(self._infer_program, [batch], lambda _, y: outputs.append(y))
         return outputs.pop() if outputs else None
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return self.input_shape(len(self._chunks), shape)
 
 
 # This is a function, because a cached method would make the pipeline refer to itself. That
@@ -536,21 +534,6 @@ def input_shape(chunks: Sequence[Sequence[Unit]], chunk: int, shape: Shape) -> S
         for unit in units:
             shape = unit.layer.output_shape(shape)
     return shape
-
-
-def shape_in(
-    input_shape: Callable[[int, Shape], Shape], shapes: Sequence[Shape], chunk: int, micro: int
-) -> Shape:
-    """Return the shape of a chunk's input in one micro-batch.
-
-    shapes  of the model's input, by micro-batch of a step
-    """
-    return input_shape(chunk, shapes[micro % len(shapes)])
-
-
-def lowest_chunk(chunks: Sequence[Sequence[Unit]]) -> int:
-    frozen = forward_only([unit for units in chunks for unit in units])
-    return sum(end <= frozen for end in accumulate(map(len, chunks)))
 
 
 def own(stage_of: Sequence[int], stage: int) -> list[int]:

@@ -67,12 +67,12 @@ def own_logits(
     inputs are padded with zeros. The padding comes after all rows or to the right of them. The
     causal mask hides it; without that mask it is a document of its own.
     """
-    inputs = trainer.rows.known(inputs, trainer.rows.vocabulary, "tokens", "an input")
+    inputs = trainer.rows.tokens(inputs, "an input")
     filled = np.zeros(trainer.layers.filled(inputs.shape), inputs.dtype)
     filled[tuple(map(slice, inputs.shape))] = inputs
     own = trainer.rows.own_tokens(filled, 0)
-    places = trainer.rows.places(own.shape, inputs.shape, starts, types, trainer.placed)
-    logits = trainer.pipe.infer(own.shape, lambda: trainer.placed(own), places)
+    places = trainer.rows.places(own.shape, inputs.shape, starts, types)
+    logits = trainer.pipe.infer(own, places)
     if logits is None:
         return None
     lengths = trainer.rows.own_tokens(inputs, 0).shape[: logits.ndim - 1]
@@ -108,8 +108,7 @@ def evaluate(
             f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
             "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
         ).on_every_rank()
-    has_classes = trainer.rows.takes in ("classes", None)
-    return loss / count, right / count if has_classes else math.nan
+    return loss / count, right / count if trainer.rows.has_classes else math.nan
 
 
 def _losses(trainer: Any, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
@@ -118,7 +117,7 @@ def _losses(trainer: Any, source: Source, rows: Sequence[int]) -> tuple[float, i
     inputs, targets = read_rows(name, source, len(rows), lambda: source.held_out_rows(rows))
     inputs, targets, *marks = trainer.rows.read(inputs, targets, "a held-out batch")
     targets = trainer.rows.own_tokens(targets, IGNORED)
-    counted = int(trainer.rows.counted(targets).sum())
+    counted = int(np.count_nonzero(trainer.rows.counts(targets)))
     flat = trainer.backend.from_host(targets).reshape(-1)
     logits = own_logits(trainer, inputs, *marks)
     if logits is None:

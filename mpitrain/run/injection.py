@@ -1,4 +1,4 @@
-"""Artificial failures of a run, for run.inject; imported only if the key is set.
+"""Artificial failures and delays of a run, for run.inject and run.delay; imported only if a key is set.
 
 The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
 `failing` around the class of the replica, and a lost message the transport's `start_send`.
@@ -9,12 +9,14 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.config.faults import KINDS, injection
+from mpitrain.config import Run
+from mpitrain.config.faults import KINDS, delay_s, delays, injection
 from mpitrain.errors import say
 from mpitrain.layers.base import Gradient, Weights
 from mpitrain.machine.backend import Backend
@@ -188,6 +190,31 @@ def _leaves(gradients: Any) -> Iterator[Gradient]:
             yield entry
         else:
             yield from _leaves(entry)
+
+
+def disturbed(
+    kind: type[Replica], run: Run, transport: Transport, backend: Backend
+) -> type[Replica]:
+    """Return the class of replicas, made late as run.delay says, and made to fail as run.inject says."""
+    kind = late(kind, run, transport) if run.delay else kind
+    return failing(kind, run.inject, transport, backend) if run.inject else kind
+
+
+def late(kind: type[Replica], run: Run, transport: Transport) -> type[Replica]:
+    """Return the class of replicas, made to sleep when a step begins; a replica without rows does not."""
+    recorder, all_delays = transport.recorder, delays(run.delay)
+    name = recorder.name("run.delay")
+
+    class Late(kind):  # type: ignore[valid-type, misc]
+        def begin(self, step: int, *rest: Any) -> None:
+            super().begin(step, *rest)
+            if rows := self.share(self.size):
+                span = recorder.compute(name)
+                place = rows.start, self.grid.coords.tp, self.grid.coords.pp
+                time.sleep(delay_s(all_delays, transport.rank, run.seed, step, *place))
+                recorder.end(span)
+
+    return Late
 
 
 def failing(

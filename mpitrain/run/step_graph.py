@@ -1,12 +1,14 @@
 """The forward and backward passes of a step as one launch: a CUDA graph."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import KernelError, say
 from mpitrain.machine.backend import Arena, Backend, address
 from mpitrain.parallel.replica import Replica
+from mpitrain.pipeline.pipeline import LossGradient, MicroBatch, Pipeline
 from mpitrain.transport.base import Transport
 
 UNSETTLED = 6
@@ -34,21 +36,42 @@ class StepGraph:
     def __init__(
         self,
         captured: Callable[[Callable[[], None]], Callable[[], None]],
+        pipe: Pipeline,
         replica: Replica,
         arena: Arena,
+        placed: tuple[Callable[[Any], Any], Callable[[Any], Any]],
     ):
-        self._captured, self._replica, self._arena = captured, replica, arena
+        """placed: copies inputs, and copies targets, to the device"""
+        self._captured, self._pipe, self._replica, self._arena = captured, pipe, replica, arena
+        self._placed = placed
         self._refused = self._has_missed = False
         self._key: tuple[Hashable, ...] = (None,) * len(CHANGES)
         self._new_keys = 0  # in a row
         self._launch: Callable[[], None] | None = None
 
-    def run(self, passes: Callable[[], None], *of_rows: Any) -> None:
-        """Run the passes of a step that has begun, or launch the graph of them.
+    def train(self, micros: Sequence[MicroBatch], loss: LossGradient) -> None:
+        """Run the passes of a step that has begun, as `Pipeline.train`, or launch the graph of them."""
+        if any(micro.now.places for micro in micros):
+            self.miss()
+            self._pipe.train(micros, loss)
+            return
+        # Copies of host memory cannot be part of a graph.
+        place_inputs, place_targets = self._placed
+        inputs = [place_inputs(micro.inputs) for micro in micros]
+        targets = [place_targets(micro.targets) for micro in micros]
+        weights = [micro.now.weight for micro in micros if micro.now.weight is not None]
+        micros = [
+            micro._replace(inputs=x, targets=y)
+            for micro, x, y in zip(micros, inputs, targets, strict=True)
+        ]
+        self._run(partial(self._pipe.train, micros, loss), [*inputs, *targets, *weights])
 
-        of_rows  the arrays of this step that the passes read, on the device; None is left out
+    def _run(self, passes: Callable[[], None], of_rows: Sequence[Any]) -> None:
+        """Run passes, or launch the graph of them.
+
+        of_rows  the arrays of this step that the passes read, on the device
         """
-        key = self._key_of([array for array in of_rows if array is not None])
+        key = self._key_of(of_rows)
         if key != self._key:
             self._new_keys += 1
             if self._new_keys == UNSETTLED:
@@ -76,7 +99,7 @@ class StepGraph:
             self._has_missed = True
             _say_without_graph(reason)
 
-    def _key_of(self, of_rows: list[Any]) -> tuple[Hashable, ...]:
+    def _key_of(self, of_rows: Sequence[Any]) -> tuple[Hashable, ...]:
         replica, arena = self._replica, self._arena
         kept = *replica.parameter_arrays, *replica.gradient_arrays, replica.losses
         arrays = tuple((array.shape, array.dtype, address(array)) for array in (*of_rows, *kept))
@@ -84,10 +107,16 @@ class StepGraph:
         return arrays, numbers, (arena.allocations, arena.free)
 
 
-def graph_of_steps(
-    config: Config, backend: Backend, transport: Transport, replica: Replica, arena: Arena
-) -> StepGraph | None:
-    """Return the graph of device.graph; None if there can be none, and rank 0 says why."""
+def with_graph(
+    pipe: Pipeline,
+    config: Config,
+    backend: Backend,
+    transport: Transport,
+    replica: Replica,
+    arena: Arena,
+    placed: Callable[[Any], Any],
+) -> Pipeline | StepGraph:
+    """Return the graph of device.graph, or the pipeline if there can be none, and rank 0 says why."""
     reasons = {
         f"device.kind is {backend.kind}.": backend.kind != "cuda",
         "The host drives the messages of several ranks.": transport.size > 1,
@@ -98,10 +127,11 @@ def graph_of_steps(
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if not reason:
         on_gpu: Any = backend
-        return StepGraph(on_gpu.captured, replica, arena)
+        place_targets = partial(backend.from_host, arena=arena)
+        return StepGraph(on_gpu.captured, pipe, replica, arena, (placed, place_targets))
     if transport.rank == 0:
         _say_without_graph(reason)
-    return None
+    return pipe
 
 
 def _say_without_graph(reason: str) -> None:

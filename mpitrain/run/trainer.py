@@ -3,7 +3,6 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,20 +11,21 @@ import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config
-from mpitrain.config.faults import delay_s, delays
-from mpitrain.data import IGNORED, Source, Targets, positions_of, without_ends, without_padding
+from mpitrain.data import IGNORED, Source, positions_of, without_ends, without_padding
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.experts import TokensOfExperts
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import AsyncPipeline
-from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.pipeline import MicroBatch, Pipeline
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.regions import share
 from mpitrain.run import inference
@@ -48,12 +48,13 @@ WAYS_OUT = {
 
 class Rows:
     """Rows of data on their way to the model, in training and inference: their checks, the tokens
-    that this rank has of them, and the places of these tokens.
+    that this rank has of them, and the places of these tokens. Here targets are classes.
 
-    takes         the targets of the loss, as `LossKind.takes`; None for a loss of the caller, whose
-                  targets are not checked
     logits_shape  (shape of inputs) -> shape of the whole logits, without padding rows
+    vocabulary    tokens that the model takes; 0: it takes features, which are not checked
     """
+
+    has_classes = True
 
     def __init__(
         self,
@@ -61,13 +62,19 @@ class Rows:
         layers: LayerFactory,
         logits_shape: Callable[[Shape], Shape],
         vocabulary: int,
-        takes: Targets | None,
         dtype: np.dtype,
         attend: str,
+        placed: Callable[[np.ndarray], Any],
     ):
-        """vocabulary: tokens that the model takes, 0 for features; dtype: of targets that are numbers."""
+        """Bind the checks to a model.
+
+        dtype   of targets that are numbers
+        attend  as data.attend
+        placed  copies an array to the device
+        """
         self._transport, self._layers, self.logits_shape = transport, layers, logits_shape
-        self.vocabulary, self.takes, self._dtype, self._attend = vocabulary, takes, dtype, attend
+        self.vocabulary, self._dtype, self._attend = vocabulary, dtype, attend
+        self._placed = placed
 
     def read(
         self, inputs: np.ndarray, targets: np.ndarray, where: str, most: int | None = None
@@ -88,7 +95,7 @@ class Rows:
             targets, starts = without_ends(targets)
         else:
             inputs, starts, types = self.texts(inputs)
-        inputs = self.known(inputs, self.vocabulary, "tokens", where)
+        inputs = self.tokens(inputs, where)
         targets = self.targets(targets, inputs.shape, where)
         if most is not None and len(inputs) > most:
             self.refuse(
@@ -98,13 +105,21 @@ class Rows:
             )
         return inputs, targets, starts, types
 
+    def texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, and `starts` and `types` as of `read`."""
+        if self.vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
+            return without_padding(inputs)
+        return inputs, None, None
+
+    def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
+        """Return checked inputs without padding, as `read`."""
+        return (
+            self._integers(inputs, self.vocabulary, "tokens", where) if self.vocabulary else inputs
+        )
+
     def targets(self, targets: np.ndarray, inputs: Shape, where: str) -> np.ndarray:
         """Return checked targets of inputs of this shape, without padding, as `read`."""
-        if not self.takes:
-            return targets
         *predictions, classes = self.logits_shape(inputs)
-        if self.takes != "classes":
-            return self._numbers(targets, predictions[0], classes, where)
         if targets.shape != tuple(predictions) and (inputs[0] or targets.size):
             self.refuse(
                 f"Targets must have the shape {tuple(predictions)}, one for each prediction, but those of {{}} have "
@@ -112,32 +127,26 @@ class Rows:
                 where,
                 "Pass the number of the right class for each prediction.",
             )
-        return self.known(targets, classes, "targets", where)
+        return self._integers(targets, classes, "targets", where)
 
-    def texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
-        """Return inputs without padding, and `starts` and `types` as of `read`."""
-        if self.vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
-            return without_padding(inputs)
-        return inputs, None, None
+    def counts(self, targets: np.ndarray) -> np.ndarray:
+        """Return which targets count, as an array of booleans in their shape."""
+        return targets != IGNORED
 
-    def known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Return integers as int32 or int64; refuse one outside 0 .. count - 1 that is no IGNORED target.
+    def _integers(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
+        """Return integers as int32 or int64; refuse one outside 0 .. count - 1 that is no IGNORED target."""
+        is_whole = array.dtype.kind in "iu"
+        if not is_whole or (array.size and not (array.min() >= 0 and array.max() < count)):
+            self._check_each(array, count, what, where)
+        return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
-        count  0: features, which are not checked
-        """
-        if not count:
-            return array
+    def _check_each(self, array: np.ndarray, count: int, what: str, where: str) -> None:
         if array.dtype.kind not in "iu":
             self.refuse(
                 f"{what.capitalize()} must be integers, but those of {{}} are {array.dtype}.",
                 where,
                 "Convert them, for example with array.astype(numpy.int64).",
             )
-        if array.size and not (array.min() >= 0 and array.max() < count):
-            self._check_each(array, count, what, where)
-        return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
-
-    def _check_each(self, array: np.ndarray, count: int, what: str, where: str) -> None:
         is_wrong = (array < 0) | (array >= count)
         if what == "targets":
             is_wrong &= array != IGNORED
@@ -149,18 +158,6 @@ class Rows:
                 where,
                 WAYS_OUT[what],
             )
-
-    def _numbers(self, targets: np.ndarray, rows: int, width: int, where: str) -> np.ndarray:
-        """Return targets that are numbers, (rows, width)."""
-        is_whole = targets.shape[:1] == (rows,) and targets.size == rows * width
-        if targets.dtype.kind != "f" or not is_whole:
-            self.refuse(
-                f"Targets must be floats, {width} for each of {rows} rows, but those of {{}} are {targets.dtype} of "
-                f"shape {targets.shape}.",
-                where,
-                "Pass a float for each output of the model.",
-            )
-        return np.ascontiguousarray(targets.reshape(rows, width), self._dtype)
 
     def refuse(self, law: str, where: str, way_out: str) -> NoReturn:
         """Raise DataError; with several ranks end the job first: only this rank sees its rows.
@@ -176,14 +173,6 @@ class Rows:
         self._transport.abort(error.named())
         raise error
 
-    def counted(self, targets: np.ndarray) -> np.ndarray:
-        """Return the number of targets of each row that count, (rows, 1)."""
-        if not self.takes:
-            counts = np.ones(targets.shape, bool)
-        else:
-            counts = targets != IGNORED if self.takes == "classes" else ~np.isnan(targets)
-        return counts.sum(axis=tuple(range(1, targets.ndim))).reshape(-1, 1)
-
     def own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
         """Return this rank's tokens of rows (B, T), or of their targets.
 
@@ -196,31 +185,70 @@ class Rows:
         filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
         return share.cut(filled)
 
-    def places(
+    def own_part(
         self,
-        own: Shape,
-        unpadded: Shape,
+        inputs: np.ndarray,
+        targets: np.ndarray,
         starts: np.ndarray | None,
         types: np.ndarray | None,
-        placed: Callable[[np.ndarray], Any],
+    ) -> tuple[np.ndarray, np.ndarray, Places | None]:
+        """Return this rank's tokens of rows from `read`, their targets, and their places."""
+        if starts is None and self._layers.tokens.ranks == 1:
+            return inputs, targets, None
+        own = self.own_tokens(inputs, 0)
+        places = self.places(own.shape, inputs.shape, starts, types) if len(own) else None
+        return own, self.own_tokens(targets, IGNORED), places
+
+    def places(
+        self, own: Shape, unpadded: Shape, starts: np.ndarray | None, types: np.ndarray | None
     ) -> Places | None:
         """Return the places of the tokens of rows.
 
         own            shape of this rank's tokens of the rows, as of `own_tokens`
         unpadded       shape of the rows, (B, T), without padding
         starts, types  from `read`
-        placed         copies an array to the device
         """
         # A row has the tokens of all ranks that divide it, padding included.
         shape = own[0], *(length * self._layers.tokens.ranks for length in own[1:])
         if starts is None and shape[1:] != unpadded[1:] and not self.is_causal:
             starts = np.zeros(unpadded, np.int32)
-        return places_of(self._layers, shape, starts, placed, types)
+        return places_of(self._layers, shape, starts, self._placed, types)
 
     @property
     def is_causal(self) -> bool:
         """Whether no token sees a later one."""
         return "attention to later tokens" not in self._layers.made
+
+
+class RowsOfNumbers(Rows):
+    """Rows whose targets are floats, one for each output of the model; NaN does not count."""
+
+    has_classes = False
+
+    def targets(self, targets: np.ndarray, inputs: Shape, where: str) -> np.ndarray:
+        rows, *_, width = self.logits_shape(inputs)
+        is_whole = targets.shape[:1] == (rows,) and targets.size == rows * width
+        if targets.dtype.kind != "f" or not is_whole:
+            self.refuse(
+                f"Targets must be floats, {width} for each of {rows} rows, but those of {{}} are {targets.dtype} of "
+                f"shape {targets.shape}.",
+                where,
+                "Pass a float for each output of the model.",
+            )
+        return np.ascontiguousarray(targets.reshape(rows, width), self._dtype)
+
+    def counts(self, targets: np.ndarray) -> np.ndarray:
+        return ~np.isnan(targets)
+
+
+class RowsForLoss(Rows):
+    """Rows whose targets only a loss of the caller understands; they are not checked, and all count."""
+
+    def targets(self, targets: np.ndarray, inputs: Shape, where: str) -> np.ndarray:
+        return targets
+
+    def counts(self, targets: np.ndarray) -> np.ndarray:
+        return np.ones(targets.shape, bool)
 
 
 class Trainer:
@@ -340,10 +368,10 @@ class Trainer:
         self.storage = Storage(self.units, config.precision.stored, job.axes.copies)
         mode = mode_of(config.replication, config.pipeline.schedule)
         kind = mode.of_rank(grid.is_server, config.replication)
-        if config.run.inject:
-            from mpitrain.run.injection import failing
+        if config.run.inject or config.run.delay:
+            from mpitrain.run.injection import disturbed
 
-            kind = failing(kind, config.run.inject, self.transport, self.backend)
+            kind = disturbed(kind, config.run, self.transport, self.backend)
         self.replica = kind(
             grid,
             self.storage,
@@ -367,29 +395,44 @@ class Trainer:
             self._tokens_of_experts = TokensOfExperts(
                 layers.tally, self.backend, grid.world.bind, grid.axes.tp
             )
-        dtype = job.device.half or self.storage.dtype
+        half = job.device.half
+        self.placed = partial(placed, self.backend, self.arena, half)
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
-            job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
+            job.plan,
+            chunks,
+            grid.pp.transport,
+            self.replica,
+            self.arena,
+            half or self.storage.dtype,
+            self.placed,
         )
         output_shape = partial(self.pipe.input_shape, len(chunks))
-        self.rows = Rows(
+        takes = LOSSES[config.model.loss].takes if loss is None else None
+        kind_of_rows = {"classes": Rows, None: RowsForLoss}.get(takes, RowsOfNumbers)
+        self.rows = kind_of_rows(
             self.transport,
             layers,
             cache(partial(whole_shape, layers, output_shape)),
             getattr(model[0].layer, "vocab", 0),
-            LOSSES[self.config.model.loss].takes if loss is None else None,
             self.storage.dtype,
-            self.config.data.attend,
+            config.data.attend,
+            self.placed,
         )
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
-        self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._graph: StepGraph | None = None
+        self._loss_name = recorder.name("the loss")
+        self._passes: Pipeline | StepGraph = self.pipe
         if config.device.graph != "no":
-            from mpitrain.run.step_graph import graph_of_steps
+            from mpitrain.run.step_graph import with_graph
 
-            self._graph = graph_of_steps(
-                config, self.backend, self.transport, self.replica, self.arena
+            self._passes = with_graph(
+                self.pipe,
+                config,
+                self.backend,
+                self.transport,
+                self.replica,
+                self.arena,
+                self.placed,
             )
 
     def close(self) -> None:
@@ -400,7 +443,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replica, self._graph  # They own arrays in windows.
+        del self.pipe, self.replica, self._passes  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -477,71 +520,45 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        replica, config, arena, rows = self.replica, self.config, self.arena, self.rows
-        own, micro_batches = replica.share(config.batch.size), config.batch.micro_batches
+        replica, config, rows = self.replica, self.config, self.rows
+        own, count = replica.share(config.batch.size), config.batch.micro_batches
 
         # This rank's tokens of the rows, checked and without padding. A parameter server has no rows.
-        inputs, targets, starts, types = rows.read(
-            inputs, targets, f"step {index + 1}", most=len(own)
-        )
-        unpadded, all_targets, tokens = inputs.shape, targets, self.layers.tokens
-        if tokens.ranks > 1:
-            inputs, targets = rows.own_tokens(inputs, 0), rows.own_tokens(targets, IGNORED)
-        count, places = len(inputs), None
-        if count and (starts is not None or tokens.ranks > 1):
-            places = rows.places(inputs.shape, unpadded, starts, types, self.placed)
-
-        # The micro-batches.
-        parts, xs, ys = list[range](), list[Any](), list[Any]()
-        shapes, ignored = list[Shape](), list[int]()
-        for micro in range(micro_batches):
-            part = share(count, micro, micro_batches)
+        where = f"step {index + 1}"
+        inputs, whole, starts, types = rows.read(inputs, targets, where, most=len(own))
+        inputs, targets, places = rows.own_part(inputs, whole, starts, types)
+        micros, ignored = list[MicroBatch](), list[int]()
+        for number in range(count):
+            part = share(len(inputs), number, count)
             x, y = inputs[part.start : part.stop], targets[part.start : part.stop]
-            parts.append(part)
-            xs.append(x)
-            ys.append(y)
-            shapes.append(x.shape)
-            ignored.append(y.size - int(rows.counted(y).sum()))
+            own_places = places and places.of(part)
+            now = Now(index, own.start + part.start, len(part), True, own_places)
+            micros.append(MicroBatch(number, now, x, y))
+            ignored.append(y.size - int(np.count_nonzero(rows.counts(y))))
 
         # The step begins: learning rate, weight of each target in the loss, empty gradients.
-        arena.rewind()
-        predictions = math.prod(targets.shape[1:]) * tokens.ranks
+        self.arena.rewind()
+        predictions = math.prod(targets.shape[1:]) * self.layers.tokens.ranks
         lr = learning_rate(config.optimizer, index, config.run.steps)
         replica.begin(index, lr, ignored, predictions)
-        weights: Sequence[Any] = [None] * micro_batches
-        if count and config.model.experts:  # They add to the loss.
-            weights = self._weights(rows.counted(all_targets), parts, predictions)
-        micros = list[Now]()
-        for part, weight in zip(parts, weights, strict=True):
-            own_places, first = places and places.of(part), own.start + part.start
-            micros.append(Now(index, first, len(part), True, own_places, weight=weight))
+        if config.model.experts:  # They add to the loss.
+            micros = self._weighted(micros, whole, predictions)
 
-        def loss(micro: int, logits: Any) -> Any:
+        def loss(micro: MicroBatch, logits: Any) -> Any:
             """Note the loss of a micro-batch, and return the gradient of its logits."""
-            span = self._recorder.compute(self._loss_name, micro=micro)
-            right = self.backend.from_host(ys[micro], arena).reshape(-1)
-            scale = replica.weights[micro] * replica.skips.loss_scale
+            span = self._recorder.compute(self._loss_name, micro=micro.number)
+            right = self.backend.from_host(micro.targets, self.arena).reshape(-1)
+            scale = replica.weights[micro.number] * replica.skips.loss_scale
             value, gradient = replica.loss(logits.reshape(len(right), -1), right, scale)
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
-            replica.losses[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
+            value = value.reshape(()) if hasattr(value, "reshape") else value
+            replica.losses[micro.number, ...] = value
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
-        def passes() -> None:
-            """Run forward and backward of all micro-batches; replicas sum gradients meanwhile."""
-            self.pipe.train(micros, shapes, lambda micro: self.placed(xs[micro]), loss)
-
-        if count and config.run.delay:
-            self._delay(index)
-        if count and self._graph and places is None:
-            # Copies of host memory cannot be part of a graph.
-            xs, ys = [*map(self.placed, xs)], [self.backend.from_host(y, arena) for y in ys]
-            self._graph.run(passes, *xs, *ys, *weights)
-        elif count:
-            if self._graph:
-                self._graph.miss()
-            passes()
-
+        # Forward and backward of all micro-batches; replicas sum gradients meanwhile.
+        if len(inputs):
+            self._passes.train(micros, loss)
         # The sums of this rank: loss, square of the gradient's norm, elements that are not finite.
         loss_sum, squares, nonfinite = replica.sum()
         # The control message: the sums of all ranks, and whether one of them wants to stop.
@@ -555,25 +572,27 @@ class Trainer:
             result = result._replace(extras=extras)
         every = config.memory.release_every
         if every and (index + 1) % every == 0:
-            arena.release()
+            self.arena.release()
         return result
 
-    def _weights(
-        self, counted: np.ndarray, parts: Sequence[range], predictions: int
-    ) -> Sequence[Any]:
-        """Return the weight of each row of each micro-batch in the losses that experts add, on the
-        device.
+    def _weighted(
+        self, micros: Sequence[MicroBatch], targets: np.ndarray, predictions: int
+    ) -> list[MicroBatch]:
+        """Return the micro-batches with the weight of each of their rows in the losses that experts
+        add, on the device.
 
-        counted  targets of each row that count, (rows, 1)
+        targets  of whole rows, also where this rank has a part of their tokens
         """
-        replica = self.replica
-        factor, dtype = replica.skips.loss_scale / predictions, self.storage.dtype
-        return [
-            self.backend.from_host(
-                (weight * factor * counted[part.start : part.stop]).astype(dtype), self.arena
-            )
-            for weight, part in zip(replica.weights, parts, strict=True)
-        ]
+        replica, dtype = self.replica, self.storage.dtype
+        counts = self.rows.counts(targets)
+        counts = counts.sum(axis=tuple(range(1, targets.ndim))).reshape(-1, 1)  # of each row
+        factor, start, weighted = replica.skips.loss_scale / predictions, 0, list[MicroBatch]()
+        for weight, micro in zip(replica.weights, micros, strict=True):
+            of_rows = (weight * factor * counts[start : start + micro.now.rows]).astype(dtype)
+            now = micro.now._replace(weight=self.backend.from_host(of_rows, self.arena))
+            weighted.append(micro._replace(now=now))
+            start += micro.now.rows
+        return weighted
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
@@ -583,17 +602,6 @@ class Trainer:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
         self.replica.sync()
-
-    def _delay(self, step: int) -> None:
-        """Sleep as run.delay says."""
-        span, coords, run = (
-            self._recorder.compute(self._delay_name),
-            self.grid.coords,
-            self.config.run,
-        )
-        place = self.share().start, coords.tp, coords.pp
-        time.sleep(delay_s(delays(run.delay), self.transport.rank, run.seed, step, *place))
-        self._recorder.end(span)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
         """Compute the logits of some rows; collective over all ranks but parameter servers.
@@ -635,12 +643,15 @@ class Trainer:
         """
         return inference.evaluate(self, source, stop_requested)
 
-    def placed(self, rows: np.ndarray) -> Any:
-        """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
-        half = self.job.device.half
-        return self.backend.from_host(
-            rows.astype(half, copy=False) if half and rows.dtype.kind == "f" else rows, self.arena
-        )
+
+def placed(backend: Backend, arena: Arena, half: Any, rows: Any) -> Any:
+    """Copy rows to the device.
+
+    half  the dtype of features, where activations are stored in 16 bits; else None
+    """
+    if half and rows.dtype.kind == "f":
+        rows = rows.astype(half, copy=False)
+    return backend.from_host(rows, arena)
 
 
 def whole_shape(

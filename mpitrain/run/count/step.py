@@ -27,7 +27,7 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import Ops
 from mpitrain.ops.device import Device, cuda_ops
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
-from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.pipeline import MicroBatch, Pipeline
 from mpitrain.pipeline.schedules import SERIAL, Plan, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.regions import share
@@ -271,11 +271,11 @@ class Counter:
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
-        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed)
+        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.placed)
         inputs, targets = zeros(job.source, max(map(len, shares)), config.precision.stored)
 
-        def loss(micro: int, logits: Any) -> Any:
-            right = body.taken(targets[: len(shares[micro])], targets.dtype).reshape(-1)
+        def loss(batch: MicroBatch, logits: Any) -> Any:
+            right = body.taken(batch.targets, targets.dtype).reshape(-1)
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
@@ -286,15 +286,12 @@ class Counter:
         places = places_of(body.layers, shape, starts, body.placed, types)
         inputs, targets = (share_of_tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
-        pipe.train(
-            [
-                Now(0, rows.start + part.start, len(part), True, places and places.of(part))
-                for part in shares
-            ],
-            [(len(part), *inputs.shape[1:]) for part in shares],
-            lambda micro: body.placed(inputs[: len(shares[micro])]),
-            loss,
-        )
+        micros = list[MicroBatch]()
+        for part in shares:
+            own_places = places and places.of(part)
+            now = Now(0, rows.start + part.start, len(part), True, own_places)
+            micros.append(MicroBatch(len(micros), now, inputs[: len(part)], targets[: len(part)]))
+        pipe.train(micros, loss)
         # FLOPs are proportional to rows.
         counted, flops = sum(map(len, shares)), body.count.flops - before.flops
         recomputed = body.count.recomputed - before.recomputed

@@ -120,7 +120,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     for step in range(1 + REPEATS):
         replica.begin(step)
         for chunk in reversed([*trainer.pipe.stages]):
-            trainer.pipe.stages[chunk].begin(1, _rows(inputs))
+            trainer.pipe.stages[chunk].left = 1
             _there_and_back(trainer, chunk, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
@@ -139,7 +139,7 @@ def _end(trainer: Trainer) -> None:
 
 def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
     """Return the fields of a chunk's Cost on this rank, then the spread of its times."""
-    trainer.pipe.stages[chunk].begin(2 + REPEATS, _rows(inputs))
+    trainer.pipe.stages[chunk].left = 2 + REPEATS
     kept = _kept(trainer, chunk, inputs, targets)
     times = [_there_and_back(trainer, chunk, inputs, targets) for _ in range(1 + REPEATS)][1:]
     passes = [*map(sum, times)]
@@ -159,7 +159,7 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
 
     arena.peak = arena.live
     x = _input(trainer, chunk, inputs)
-    y = stage.forward(0, x)
+    y = stage.forward(0, _rows(inputs), x)
     del x
     shape = y.shape
     dy = _output_gradient(trainer, y, targets) if _is_last(trainer, chunk) else None
@@ -206,7 +206,7 @@ def _there_and_back(
     )
     backend.synchronize()
     times = [clock()]
-    y = stage.forward(0, x)
+    y = stage.forward(0, _rows(inputs), x)
     if dy is None:
         dy = _output_gradient(trainer, y, targets)
     del x, y
@@ -223,8 +223,8 @@ def _there_and_back(
     return forward, backward_input, backward_weight
 
 
-def _rows(inputs: np.ndarray) -> dict[int, Now]:
-    return {0: Now(0, 0, len(inputs), True)}
+def _rows(inputs: np.ndarray) -> Now:
+    return Now(0, 0, len(inputs), True)
 
 
 def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:

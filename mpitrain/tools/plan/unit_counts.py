@@ -62,7 +62,7 @@ class UnitCounter(Silent):
 
     def __init__(self, body: Body, units: Sequence[Unit], replica: CountedReplica, rows: Now):
         super().__init__()
-        self._rows = {0: rows}
+        self._rows = rows
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.first
         self._peaks: list[dict[int, int]] = [dict.fromkeys(PHASES, 0) for _ in units]
@@ -83,7 +83,7 @@ class UnitCounter(Silent):
 
         # No variable may refer to a gradient as well: its buffer would return later.
         def gradient() -> Any:
-            stage.begin(1, self._rows)
+            stage.left = 1
             return self._gradient(self._forward(stage, x), targets)
 
         if self._lowest == len(self._units):
@@ -114,8 +114,8 @@ class UnitCounter(Silent):
         arena, replica = self._body.arena, self._replica
         for number, unit in enumerate(self._units):
             stage = Stage([unit], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
-            stage.begin(1, self._rows)
-            y = stage.forward(0, x)
+            stage.left = 1
+            y = stage.forward(0, self._rows, x)
             live, x = arena.live, None
             has_input, is_last = arena.live == live, number == len(self._units) - 1
             x = None if is_last else arena.take(y.shape, y.dtype)
@@ -123,7 +123,7 @@ class UnitCounter(Silent):
             yield has_input, arena.live == live
 
     def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
-        y = stage.forward(0, x())
+        y = stage.forward(0, self._rows, x())
         self.begun = self._live[0]
         live = [*self._live, self._body.arena.live]
         self._saved = [after - before for before, after in pairwise(live)]

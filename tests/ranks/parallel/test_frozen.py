@@ -138,7 +138,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
         trainer, source, _ = build(transport, configured(*EXACT, *settings, frozen(patterns)))
         ran = []
         for part, stage in trainer.pipe.stages.items():
-            for number, layer in stage._layers:
+            for number, layer, *_ in stage._units:
                 name = trainer.units[number].name
 
                 def noted(*given, right=layer.backward_input, name=name):
@@ -146,7 +146,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
                     return right(*given)
 
                 layer.backward_input, layer.backward = noted, None
-            assert part >= trainer.pipe.lowest or not stage._backward
+            assert part >= trainer.pipe.lowest or stage._frozen == len(stage._units)
         for index in range(2):
             trainer.step(index, *trainer.replica.batch(source, index))
         assert trainer.pipe.channel.sent["gradient"][0] == {

@@ -6,8 +6,9 @@ import weakref
 import numpy as np
 import pytest
 
+from mpitrain.layers.base import READING
 from mpitrain.machine.backend import Arena
-from mpitrain.pipeline.pipeline import Channel, execute
+from mpitrain.pipeline.pipeline import Channel, Executor, MicroBatch
 from mpitrain.pipeline.schedules import (
     SCHEDULES,
     Backward,
@@ -33,7 +34,7 @@ class Written:
     def __init__(self, notes, chunk):
         self.notes, self.chunk = notes, chunk
 
-    def forward(self, micro, x):
+    def forward(self, micro, now, x):
         self.notes.append((Forward, self.chunk, micro))
         return 3 * x + self.chunk
 
@@ -54,9 +55,9 @@ class Noting(Channel):
 
     notes: list
 
-    def receive(self, message, peer):
+    def receive(self, message, *rest):
         self.notes.append(("receive", message))
-        super().receive(message, peer)
+        super().receive(message, *rest)
 
     def complete(self, message):
         self.notes.append(("complete", message))
@@ -69,21 +70,16 @@ def test_a_receive_begins_before_the_instruction_that_precedes_its_use(name):
     parts, used = len(plan.stage_of), {}
 
     def run(transport):
-        channel = Noting(transport, Arena(), np.float64)
+        channel = Noting(transport, Arena(), np.float64, lambda chunk, inputs: inputs)
         channel.notes = notes = []
-        channel.begin(lambda chunk, micro: (shape(micro),))
         stages = {
             chunk: Written(notes, chunk)
             for chunk, home in enumerate(plan.stage_of)
             if home == transport.rank
         }
-        execute(
-            with_messages(plan)[transport.rank],
-            stages,
-            parts,
-            lambda micro: np.full(shape(micro), 1.0),
-            lambda micro, y: y + 7,
-            channel,
+        micros = [MicroBatch(micro, READING, np.full(shape(micro), 1.0)) for micro in range(6)]
+        Executor(stages, parts, channel, np.copy).execute(
+            with_messages(plan)[transport.rank], micros, lambda micro, y: y + 7
         )
         return notes
 
@@ -102,11 +98,10 @@ def test_a_send_blocks_nobody_and_its_array_is_held_until_it_is_complete():
     begun = threading.Event()
 
     def run(transport):
-        channel = Channel(transport, Arena(), np.float64)
-        channel.begin(lambda chunk, micro: (1_000_000,))
+        channel = Channel(transport, Arena(), np.float64, lambda chunk, inputs: inputs)
         if transport.rank:
             assert begun.wait(60), "the receive is not there before the sender has gone on"
-            channel.receive(("activation", 1, 0), 0)
+            channel.receive(("activation", 1, 0), 0, (1_000_000,))
             return channel.complete(("activation", 1, 0)).sum()
         array = np.ones(1_000_000)
         held = weakref.ref(array)

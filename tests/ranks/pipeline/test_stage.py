@@ -120,8 +120,8 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
         ):
             trainer.replica.begin(0)
-            stage.begin(1, {0: READING._replace(trains=True)})
-            stage.forward(0, x)
+            stage.left = 1
+            stage.forward(0, READING._replace(trains=True), x)
             dx = backwards().copy()
             trainer.replica.wait()
             found.append((dx, trainer.gradients.copy()))
@@ -203,6 +203,5 @@ def test_a_stage_frees_an_input_that_no_layer_saves(trains):
     idle = SimpleNamespace(open=lambda unit, micro: {})
     layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
     stage = Stage(layers, idle, Arena())
-    stage.begin(1, {0: READING._replace(trains=trains)})
-    stage.forward(0, np.zeros(3))
+    stage.forward(0, READING._replace(trains=trains), np.zeros(3))
     assert alive[1] is False

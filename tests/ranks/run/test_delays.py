@@ -20,7 +20,7 @@ def slept(monkeypatch, ranks, *settings):
     """{(rank, step, first row computed): seconds slept}, and every rank's losses."""
     naps, here = defaultdict(float), threading.local()
     monkeypatch.setattr(
-        "mpitrain.run.trainer.time",
+        "mpitrain.run.injection.time",
         SimpleNamespace(sleep=lambda seconds: naps.__setitem__(here.now, naps[here.now] + seconds)),
     )
 

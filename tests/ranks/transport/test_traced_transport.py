@@ -82,9 +82,8 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
 
     recorder = Recorder()
     stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)
-    stage.begin(8, dict.fromkeys(range(8), READING))
     for micro in range(8):
-        stage.forward(micro, np.zeros(1))
+        stage.forward(micro, READING, np.zeros(1))
     recorder.keep(tmp_path / "trace")
     records = read_trace(tmp_path / "trace").records
     assert records["micro"].tolist() == list(range(8)) and (records["kind"] == COMPUTE).all()

@@ -39,8 +39,7 @@ def channel_of(tests):
         recorder=SILENT, members=(0, 1), traffic=SimpleNamespace(content="")
     )
     transport.start_send = transport.start_recv = start
-    channel = Channel(transport, Arena(), np.float32)
-    channel.begin(lambda chunk, micro: (4, 3))
+    channel = Channel(transport, Arena(), np.float32, lambda chunk, shape: shape)
     return channel, started
 
 
@@ -48,7 +47,7 @@ def test_a_message_is_tested_until_it_is_complete_and_no_longer():
     channel, started = channel_of(3)
     array = np.zeros((4, 3), np.float32)
     channel.send(("activation", 1, 0), array, 1)
-    channel.receive(("gradient", 0, 0), 1)
+    channel.receive(("gradient", 0, 0), 1, (4, 3))
     for _ in range(10):
         channel.poll()
     assert [message.calls for message in started] == [3, 3]
@@ -58,7 +57,7 @@ def test_a_message_is_tested_until_it_is_complete_and_no_longer():
 
 def test_a_message_that_was_waited_for_is_not_tested_again():
     channel, started = channel_of(99)
-    channel.receive(("gradient", 0, 0), 1)
+    channel.receive(("gradient", 0, 0), 1, (4, 3))
     channel.poll()
     message = weakref.ref(started.pop())
     channel.complete(("gradient", 0, 0))

@@ -11,7 +11,7 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline import schedules
-from mpitrain.pipeline.pipeline import execute
+from mpitrain.pipeline.pipeline import Executor
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan, write_plan
 from mpitrain.pipeline.schedules import (
     Backward,
@@ -157,7 +157,7 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
         ],
         frames,
         formulas,
-        [SourceLines.of(shown.rule), SourceLines.of(execute)],
+        [SourceLines.of(shown.rule), SourceLines.of(Executor)],
         f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {each}"
         + " --whole-backward" * shown.is_whole,
         ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
