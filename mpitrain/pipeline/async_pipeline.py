@@ -118,6 +118,7 @@ class AsyncPipeline(Pipeline):
     def __init__(self, plan: Any, chunks: Any, transport: Any, replica: Any, *rest: Any):
         super().__init__(plan, chunks, transport, replica, *rest)
         self._stashed = replica
+        self._micro_batches = plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
         self._micros = dict[int, MicroBatch]()  # of two steps
         self._steps = 0  # counts the steps since the pipeline was empty

@@ -137,7 +137,7 @@ class Stage:
         self._pass = recorder.compute, poll, recorder.end
         self._units, self._frozen = list[StageUnit](), max(0, lowest - first)
         for index, unit in enumerate(units):
-            is_last = unit.name == unit.segment[-1] if unit.segment else False
+            is_last = unit.name in unit.segment[-1:]
             self._units.append(
                 StageUnit(
                     first + index,
@@ -466,10 +466,10 @@ class Pipeline:
         dtype      of the messages between stages
         placed     copies inputs of the model to the device
         """
-        self._here, self._stage_of = transport.rank, plan.stage_of
+        self._here, self._plan = transport.rank, plan
         self.input_shape = cache(partial(input_shape, chunks))
         self.channel = channel = Channel(transport, arena, dtype, self.input_shape)
-        self._arena, self.peak_bytes, self._micro_batches = arena, 0, plan.micro_batches
+        self._arena, self.peak_bytes = arena, 0
         frozen = forward_only([unit for units in chunks for unit in units])
         self.lowest = sum(end <= frozen for end in accumulate(map(len, chunks)))
 
@@ -504,14 +504,14 @@ class Pipeline:
     @property
     def micro(self) -> int:
         """The micro-batch of the running instruction of `train`, as the step numbers it."""
-        return self.channel.micro % self._micro_batches
+        return self.channel.micro % self._plan.micro_batches
 
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; in this class there are none."""
 
     @cached_property
     def _infer_program(self) -> Sequence[Instruction]:
-        return with_messages(forward_alone(self._stage_of))[self._here]
+        return with_messages(forward_alone(self._plan.stage_of))[self._here]
 
     def infer(self, inputs: Any, places: Places | None = None) -> Any:
         """Run one forward of inputs of the model, without a backward, and return the model's output.

@@ -4,12 +4,10 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
-from mpitrain.config import Config
 from mpitrain.errors import KernelError, say
-from mpitrain.machine.backend import Arena, Backend, address
+from mpitrain.machine.backend import Arena, address
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.pipeline import LossGradient, MicroBatch, Pipeline
-from mpitrain.transport.base import Transport
 
 UNSETTLED = 6
 """Steps in a row whose key is new, after which the run is told why it has no graph."""
@@ -107,16 +105,12 @@ class StepGraph:
         return arrays, numbers, (arena.allocations, arena.free)
 
 
-def with_graph(
-    pipe: Pipeline,
-    config: Config,
-    backend: Backend,
-    transport: Transport,
-    replica: Replica,
-    arena: Arena,
-    placed: Callable[[Any], Any],
-) -> Pipeline | StepGraph:
-    """Return the graph of device.graph, or the pipeline if there can be none, and rank 0 says why."""
+def with_graph(trainer: Any) -> Pipeline | StepGraph:
+    """Return the graph of device.graph, or the trainer's pipeline if there can be none; rank 0 says why.
+
+    trainer  a Trainer, which imports this file
+    """
+    config, backend, transport = trainer.config, trainer.backend, trainer.transport
     reasons = {
         f"device.kind is {backend.kind}.": backend.kind != "cuda",
         "The host drives the messages of several ranks.": transport.size > 1,
@@ -126,12 +120,12 @@ def with_graph(
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if not reason:
-        on_gpu: Any = backend
-        place_targets = partial(backend.from_host, arena=arena)
-        return StepGraph(on_gpu.captured, pipe, replica, arena, (placed, place_targets))
+        place_targets = partial(backend.from_host, arena=trainer.arena)
+        placed = trainer.placed, place_targets
+        return StepGraph(backend.captured, trainer.pipe, trainer.replica, trainer.arena, placed)
     if transport.rank == 0:
         _say_without_graph(reason)
-    return pipe
+    return trainer.pipe
 
 
 def _say_without_graph(reason: str) -> None:

@@ -4,21 +4,20 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
-from mpitrain.config import Config
+from mpitrain.collectives.group import Group
+from mpitrain.config import Config, Layout
 from mpitrain.data import IGNORED, Source, positions_of, without_ends, without_padding
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.experts import TokensOfExperts
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
-from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
@@ -193,8 +192,6 @@ class Rows:
         types: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray, Places | None]:
         """Return this rank's tokens of rows from `read`, their targets, and their places."""
-        if starts is None and self._layers.tokens.ranks == 1:
-            return inputs, targets, None
         own = self.own_tokens(inputs, 0)
         places = self.places(own.shape, inputs.shape, starts, types) if len(own) else None
         return own, self.own_tokens(targets, IGNORED), places
@@ -339,13 +336,8 @@ class Trainer:
     def _build(self, units: Units | None, loss: Loss | None) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
         grid, job, config = self.grid, self.job, self.config
-        ops, stage_of = job.device.ops, job.plan.stage_of
-        self.layers = layers = layers_for(
-            *(ops, grid.tp, config.layout, grid.cp),
-            ep=grid.ep,
-            backend=self.backend,
-            **job.layer_settings,
-        )
+        stage_of = job.plan.stage_of
+        self.layers = layers = self._layers(config.layout, grid.cp)
         # The ranks have cut the model of a job before; code of a caller may fail on one of them.
         cut = (
             job.cut(layers)
@@ -353,15 +345,8 @@ class Trainer:
             else on_all_ranks(self.transport, lambda: job.checked(layers, job.cut(layers, units)))
         )
         model, chunks, tied = cut
-        self.decoded = chunks  # the units of each chunk with which text is generated
-        if layers.rows.partial or layers.tokens.ranks > 1:
-            # A single new token cannot be divided, so text is generated with whole rows.
-            layout = config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(
-                ops, grid.tp, layout, ep=grid.ep, backend=self.backend, **job.layer_settings
-            )
-            self.decoded = job.cut(whole, units).chunks
-        self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
+        self._made_from, self._chunks = units, chunks
+        self.parameter_count, self.frozen_count = parameter_counts(model)
         grid.place_model(stage_of, tied)
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self.loss = loss_for(layers, loss)
@@ -396,7 +381,9 @@ class Trainer:
                 layers.tally, self.backend, grid.world.bind, grid.axes.tp
             )
         half = job.device.half
-        self.placed = partial(placed, self.backend, self.arena, half)
+        self.placed = partial(self.backend.from_host, arena=self.arena)
+        if half:
+            self.placed = partial(placed_in, half, self.placed)
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
             job.plan,
             chunks,
@@ -425,15 +412,21 @@ class Trainer:
         if config.device.graph != "no":
             from mpitrain.run.step_graph import with_graph
 
-            self._passes = with_graph(
-                self.pipe,
-                config,
-                self.backend,
-                self.transport,
-                self.replica,
-                self.arena,
-                self.placed,
-            )
+            self._passes = with_graph(self)
+
+    def _layers(self, layout: Layout, context: Group | None) -> LayerFactory:
+        device, grid, settings = self.job.device, self.grid, self.job.layer_settings
+        more = {"ep": grid.ep, "backend": self.backend, **settings}
+        return layers_for(device.ops, grid.tp, layout, context, **more)
+
+    @cached_property
+    def decoded(self) -> Sequence[Sequence[Unit]]:
+        """The units of each chunk with which text is generated."""
+        if not self.layers.rows.partial and self.layers.tokens.ranks == 1:
+            return self._chunks
+        # A single new token cannot be divided, so text is generated with whole rows.
+        layout = self.config.layout.model_copy(update={"sequence_parallel": False})
+        return self.job.cut(self._layers(layout, None), self._made_from).chunks
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -524,9 +517,10 @@ class Trainer:
         own, count = replica.share(config.batch.size), config.batch.micro_batches
 
         # This rank's tokens of the rows, checked and without padding. A parameter server has no rows.
-        where = f"step {index + 1}"
-        inputs, whole, starts, types = rows.read(inputs, targets, where, most=len(own))
-        inputs, targets, places = rows.own_part(inputs, whole, starts, types)
+        inputs, whole, starts, types = rows.read(inputs, targets, f"step {index + 1}", len(own))
+        targets, places = whole, None
+        if starts is not None or self.layers.tokens.ranks > 1:
+            inputs, targets, places = rows.own_part(inputs, whole, starts, types)
         micros, ignored = list[MicroBatch](), list[int]()
         for number in range(count):
             part = share(len(inputs), number, count)
@@ -644,14 +638,9 @@ class Trainer:
         return inference.evaluate(self, source, stop_requested)
 
 
-def placed(backend: Backend, arena: Arena, half: Any, rows: Any) -> Any:
-    """Copy rows to the device.
-
-    half  the dtype of features, where activations are stored in 16 bits; else None
-    """
-    if half and rows.dtype.kind == "f":
-        rows = rows.astype(half, copy=False)
-    return backend.from_host(rows, arena)
+def placed_in(half: Any, placed: Callable[[Any], Any], rows: Any) -> Any:
+    """Copy rows to the device; features are rounded to 16 bits, the dtype `half`."""
+    return placed(rows.astype(half, copy=False) if rows.dtype.kind == "f" else rows)
 
 
 def whole_shape(
@@ -723,24 +712,16 @@ def _firsts(
     }
 
 
-def parameter_count(units: Sequence[Unit]) -> int:
-    """Count the parameters of a model; a tied tensor counts once."""
-    return sum(
-        math.prod(p.shape)
-        for unit in units
-        for p in unit.layer.parameters()
-        if p.name not in unit.tied
-    )
-
-
-def frozen_count(units: Sequence[Unit]) -> int:
-    """Count the frozen parameters among those of `parameter_count`."""
-    return sum(
-        math.prod(p.shape)
-        for unit in units
-        for p in unit.layer.parameters()
-        if p.name not in unit.tied and p.name in unit.frozen
-    )
+def parameter_counts(units: Sequence[Unit]) -> tuple[int, int]:
+    """Count the parameters of a model, and the frozen ones among them; a tied tensor counts once."""
+    trained = frozen = 0
+    for unit in units:
+        for p in unit.layer.parameters():
+            if p.name in unit.frozen and p.name not in unit.tied:
+                frozen += math.prod(p.shape)
+            elif p.name not in unit.tied:
+                trained += math.prod(p.shape)
+    return trained + frozen, frozen
 
 
 def draw(trainer: Trainer, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
