@@ -115,8 +115,8 @@ class AsyncPipeline(Pipeline):
 
     stage_type = Updating
 
-    def __init__(self, plan: Any, chunks: Any, transport: Any, replica: Any, *rest: Any):
-        super().__init__(plan, chunks, transport, replica, *rest)
+    def __init__(self, plan: Any, cut: Any, transport: Any, replica: Any, *rest: Any):
+        super().__init__(plan, cut, transport, replica, *rest)
         self._stashed = replica
         self._micro_batches = plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Layer, Now, Places, Unit, backward, forward_only
+from mpitrain.layers.base import Layer, Now, Places, Unit, backward
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.backend import Arena
 from mpitrain.parallel.replica import Replica
@@ -56,26 +56,26 @@ class Chunks(NamedTuple):
     model   all units, in order
     chunks  the units of each chunk
     tied    {full name of a tied tensor: its stages}, for tensors on several stages
+    frozen  number of units before the first trained tensor, which need no backward
     """
 
     model: list[Unit]
     chunks: list[list[Unit]]
     tied: dict[str, list[int]]
+    frozen: int
 
     def of_stage(self, stage_of: Sequence[int], stage: int) -> tuple[list[Unit], list[range]]:
         """Return the units of a stage, and the units of each of its chunks, numbered as in this list;
         no chunks if the model is not cut.
         """
-        own = [self.chunks[chunk] for chunk, at in enumerate(stage_of) if at == stage]
-        firsts = [0, *accumulate(map(len, own))] if len(self.chunks) > 1 else []
-        return [unit for chunk in own for unit in chunk], [
-            range(first, end) for first, end in pairwise(firsts)
-        ]
+        chunks = [self.chunks[chunk] for chunk in own(stage_of, stage)]
+        bounds = [0, *accumulate(map(len, chunks))] if len(self.chunks) > 1 else []
+        return [*chain(*chunks)], [range(*each) for each in pairwise(bounds)]
 
     def first(self, units: Sequence[Unit]) -> int:
         """Return how many of a stage's units, the first ones, are frozen and run no backward."""
-        before = {unit.name for unit in self.model[: forward_only(self.model)]}
-        return sum(unit.name in before for unit in units)
+        frozen = {unit.name for unit in self.model[: self.frozen]}
+        return sum(unit.name in frozen for unit in units)
 
 
 class StageUnit(NamedTuple):
@@ -452,7 +452,7 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        chunks: Sequence[Sequence[Unit]],
+        cut: Chunks,
         transport: Transport,
         replica: Replica,
         arena: Arena,
@@ -461,17 +461,17 @@ class Pipeline:
     ):
         """Build this rank's stages and programs.
 
-        chunks     the units of each chunk of the model
+        cut        the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
         placed     copies inputs of the model to the device
         """
+        chunks = cut.chunks
         self._here, self._plan = transport.rank, plan
         self.input_shape = cache(partial(input_shape, chunks))
         self.channel = channel = Channel(transport, arena, dtype, self.input_shape)
         self._arena, self.peak_bytes = arena, 0
-        frozen = forward_only([unit for units in chunks for unit in units])
-        self.lowest = sum(end <= frozen for end in accumulate(map(len, chunks)))
+        self.lowest = sum(end <= cut.frozen for end in accumulate(map(len, chunks)))
 
         def poll() -> None:
             replica.poll()

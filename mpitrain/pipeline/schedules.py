@@ -188,24 +188,20 @@ def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
 
     first  the first chunk with a backward
     """
-    return plan._replace(
-        by_stage=tuple(tuple(_fused(instructions, first)) for instructions in plan.by_stage)
-    )
+    return plan._replace(by_stage=tuple(tuple(_fused(each, first)) for each in plan.by_stage))
 
 
-def _fused(instructions: Sequence[Compute], first: int) -> Iterator[Compute]:
-    is_done = False
-    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
-        match instruction, following:
-            case BackwardInput(chunk, micro), BackwardWeight(same, other) if (
-                chunk == same == first and micro == other
+def _fused(instructions: Sequence[Compute], first: int) -> list[Compute]:
+    fused: list[Compute] = []
+    for instruction in instructions:
+        match fused[-1:], instruction:
+            case [BackwardInput() as before], BackwardWeight(chunk) if (
+                chunk == first and before == instruction
             ):
-                yield Backward(chunk, micro)
-                is_done = True
-            case _ if not is_done:
-                yield instruction
+                fused[-1] = Backward(*instruction)
             case _:
-                is_done = False
+                fused.append(instruction)
+    return fused
 
 
 def with_whole_backwards(plan: Plan) -> Plan:

@@ -21,7 +21,7 @@ from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, beside, source_kind
 from mpitrain.data.templates import with_day
 from mpitrain.errors import ConfigError, brief, say
-from mpitrain.layers.base import Unit, are_units, freeze
+from mpitrain.layers.base import Unit, are_units, forward_only, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine import process
@@ -199,7 +199,7 @@ class Job:
             chunks, tied = assign_units(model, counts, stage_of)
         if size := layers.memory.segment:
             chunks = with_recomputation(chunks, size)
-        return Chunks(model, chunks, tied)
+        return Chunks(model, chunks, tied, forward_only(model))
 
     def checked(self, layers: LayerFactory, cut: Chunks) -> Chunks:
         """Return a model as `cut` made it; ConfigError if it does not fit configuration and hosts."""

@@ -4,6 +4,7 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,35 +46,26 @@ WAYS_OUT = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of data on their way to the model, in training and inference: their checks, the tokens
     that this rank has of them, and the places of these tokens. Here targets are classes.
 
     logits_shape  (shape of inputs) -> shape of the whole logits, without padding rows
     vocabulary    tokens that the model takes; 0: it takes features, which are not checked
+    dtype         of targets that are numbers
+    attend        as data.attend
+    placed        copies an array to the device
     """
 
+    transport: Transport
+    layers: LayerFactory
+    logits_shape: Callable[[Shape], Shape]
+    vocabulary: int
+    dtype: np.dtype
+    attend: str
+    placed: Callable[[np.ndarray], Any]
     has_classes = True
-
-    def __init__(
-        self,
-        transport: Transport,
-        layers: LayerFactory,
-        logits_shape: Callable[[Shape], Shape],
-        vocabulary: int,
-        dtype: np.dtype,
-        attend: str,
-        placed: Callable[[np.ndarray], Any],
-    ):
-        """Bind the checks to a model.
-
-        dtype   of targets that are numbers
-        attend  as data.attend
-        placed  copies an array to the device
-        """
-        self._transport, self._layers, self.logits_shape = transport, layers, logits_shape
-        self.vocabulary, self._dtype, self._attend = vocabulary, dtype, attend
-        self._placed = placed
 
     def read(
         self, inputs: np.ndarray, targets: np.ndarray, where: str, most: int | None = None
@@ -90,7 +82,7 @@ class Rows:
         raises  as `refuse`
         """
         types = None
-        if self._attend == "document" and targets.ndim == 2:
+        if self.attend == "document" and targets.ndim == 2:
             targets, starts = without_ends(targets)
         else:
             inputs, starts, types = self.texts(inputs)
@@ -163,13 +155,13 @@ class Rows:
 
         law  a format, with {} for the origin of the rows
         """
-        rank = self._transport.rank
+        rank = self.transport.rank
         error = DataError(
-            law.format(f"{where} on rank {rank} ({self._transport.hosts[rank]})"), way_out
+            law.format(f"{where} on rank {rank} ({self.transport.hosts[rank]})"), way_out
         )
-        if self._transport.size == 1:
+        if self.transport.size == 1:
             raise error.on_every_rank()
-        self._transport.abort(error.named())
+        self.transport.abort(error.named())
         raise error
 
     def own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
@@ -177,10 +169,10 @@ class Rows:
 
         fill  the value after the ends of rows, if their tokens do not divide among the ranks
         """
-        share = self._layers.tokens
+        share = self.layers.tokens
         if share.ranks == 1:
             return rows
-        missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
+        missing = self.layers.filled(rows.shape)[1] - rows.shape[1]
         filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
         return share.cut(filled)
 
@@ -206,15 +198,15 @@ class Rows:
         starts, types  from `read`
         """
         # A row has the tokens of all ranks that divide it, padding included.
-        shape = own[0], *(length * self._layers.tokens.ranks for length in own[1:])
+        shape = own[0], *(length * self.layers.tokens.ranks for length in own[1:])
         if starts is None and shape[1:] != unpadded[1:] and not self.is_causal:
             starts = np.zeros(unpadded, np.int32)
-        return places_of(self._layers, shape, starts, self._placed, types)
+        return places_of(self.layers, shape, starts, self.placed, types)
 
     @property
     def is_causal(self) -> bool:
         """Whether no token sees a later one."""
-        return "attention to later tokens" not in self._layers.made
+        return "attention to later tokens" not in self.layers.made
 
 
 class RowsOfNumbers(Rows):
@@ -232,7 +224,7 @@ class RowsOfNumbers(Rows):
                 where,
                 "Pass a float for each output of the model.",
             )
-        return np.ascontiguousarray(targets.reshape(rows, width), self._dtype)
+        return np.ascontiguousarray(targets.reshape(rows, width), self.dtype)
 
     def counts(self, targets: np.ndarray) -> np.ndarray:
         return ~np.isnan(targets)
@@ -344,7 +336,7 @@ class Trainer:
             if units is None and job.source is not None
             else on_all_ranks(self.transport, lambda: job.checked(layers, job.cut(layers, units)))
         )
-        model, chunks, tied = cut
+        model, chunks, tied, _ = cut
         self._made_from, self._chunks = units, chunks
         self.parameter_count, self.frozen_count = parameter_counts(model)
         grid.place_model(stage_of, tied)
@@ -386,7 +378,7 @@ class Trainer:
             self.placed = partial(placed_in, half, self.placed)
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
             job.plan,
-            chunks,
+            cut,
             grid.pp.transport,
             self.replica,
             self.arena,

@@ -262,7 +262,7 @@ class Counter:
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of pipeline stage `pp` in replica `dp`."""
         job, config, axes, plan = self.job, self.job.config, self.job.axes, self.job.plan
-        body, chunks = self.body, self.chunks.chunks
+        body = self.body
         storage, _ = self.storage(pp)
         first = self.chunks.first(storage.units)
         replica: Any = CountedReplica(storage, body, loss_for(body.layers), first)
@@ -271,7 +271,7 @@ class Counter:
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
-        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.placed)
+        pipe = Pipeline(plan, self.chunks, endpoint, replica, body.arena, computed, body.placed)
         inputs, targets = zeros(job.source, max(map(len, shares)), config.precision.stored)
 
         def loss(batch: MicroBatch, logits: Any) -> Any:
