@@ -56,12 +56,12 @@ Slot = list[np.ndarray]
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
     """Return the facts of this rank that a binding through shared memory needs.
 
-    These are the location of the array in a window, or None, and the numbers of the windows that
-    this rank could borrow for a copy.
+    These are the location of the array in a window, or None, and the windows that this rank could
+    borrow for a copy. They are in use until the caller drops the list.
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])
-    return [location, windows.idle(_borrowed(transport, array)[2], members)]
+    return [location, windows.offer(_borrowed(transport, array)[2], members)]
 
 
 def is_offer_of_all(transport: Transport, array: np.ndarray) -> bool:
@@ -117,7 +117,6 @@ def bind_shared(
             if is_copied:
                 reduction.scratch_bytes = nbytes
                 windows.use(place.window, reduction)
-    windows.settle()
     return reduction
 
 

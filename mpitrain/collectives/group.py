@@ -268,16 +268,11 @@ class Group:
 
         Between hosts, a thread progresses the messages meanwhile.
         """
-        if len({*self.transport.hosts}) == 1:
-            for reduction in reductions:
-                reduction.start()
-            yield
-        else:
-            moving = mover(self.transport, reductions)
-            for reduction in reductions:
-                moving.start(reduction)
-            yield
-            moving.leave()
+        moving = mover(self.transport, reductions)
+        for reduction in reductions:
+            moving.start(reduction)
+        yield
+        moving.leave()
         for reduction in reductions:
             reduction.wait()
 
@@ -403,10 +398,9 @@ def bind_algorithm(
     operation  "allreduce", "reduce-scatter" or "all-gather"
     compares   as of `agree`
     is_alike   as of `Group.bind`
-    is_trial   whether this is the second binding of an added algorithm, to whole numbers that
-               `check_trial` checks
+    is_trial   whether this is the second binding of an added algorithm, to whole numbers
     """
-    asked, table, offered, is_known = algorithm, TABLES[operation], None, False
+    asked, table, own, owns = algorithm, TABLES[operation], None, list[Any]()
 
     def best(memory: str) -> str:
         return chosen(tuning, topology, array.size, array.itemsize, memory, operation)
@@ -421,46 +415,44 @@ def bind_algorithm(
         if is_settled and asked == "auto":
             is_settled = algorithm == best("plain")
         if not is_settled and not topology.is_on_device:
-            offered = offer(transport, array)
-            is_known = not compares and is_alike and is_offer_of_all(transport, array)
+            own = offer(transport, array)
+            if not compares and is_alike and is_offer_of_all(transport, array):
+                own, owns = None, [own] * transport.size
     settings = {"op": op}
     if asked == "auto" and tuning is not DEFAULT:
         settings["tuning"] = f"{crc32(repr(tuning).encode()):08x}"
-    agreed = agree(
-        transport,
-        title(operation),
-        array,
-        choices(operation),
-        asked,
-        None if is_known else offered,
-        compares,
-        **settings,
-    )
-    if is_known:
-        agreed = agreed._replace(owns=[offered] * transport.size)
-    if asked == "auto" and offered and not all(location for location, _ in agreed.owns):
+    what, known = title(operation), choices(operation)
+    agreed = agree(transport, what, array, known, asked, own, compares, **settings)
+    if owns:
+        agreed = agreed._replace(owns=owns)
+    has_offers = asked == "auto" and any(agreed.owns)
+    if has_offers and not all(location for location, _ in agreed.owns):
         algorithm = best("plain")
     if refusal := table[algorithm].refusal(topology):
         raise refusal.on_every_rank()
     if table.is_added(algorithm):
-        from mpitrain.collectives.selection.own_algorithm import bind_proven, check_trial
+        from mpitrain.collectives.selection.own_algorithm import bind_added
 
-        reduction = bind_proven(transport, operation, algorithm, array, op, agreed, arithmetic)
-    else:
-        reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
+        rest = op, asked, tuning, arithmetic, compares, is_alike, True
+        return bind_added(
+            transport,
+            operation,
+            algorithm,
+            array,
+            op,
+            agreed,
+            arithmetic,
+            None
+            if is_trial
+            else lambda numbers: bind_algorithm(transport, operation, numbers, *rest),
+        )
+    reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
         give_up_shared(transport, array, asked)
-        algorithm = "ring"
-        if asked == "auto" and on_device(array):
-            algorithm = best("plain")
+        algorithm = best("plain") if asked == "auto" and on_device(array) else "ring"
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
-    if table.is_added(algorithm) and not is_trial and not on_device(array):
-        numbers = np.empty_like(array)
-        rest = op, asked, tuning, arithmetic, compares
-        trial = bind_algorithm(transport, operation, numbers, *rest, is_trial=True)
-        check_trial(transport, operation, trial, numbers, op)
     return reduction
 
 
@@ -512,10 +504,15 @@ def bind_plan(
     """Bind an operation of PLANS: a broadcast, a reduce or a ping-pong ("sendrecv").
 
     settings  op of a reduce; root of a reduce or a broadcast
+    raises    as `agree`; CommError on every rank if there is no rank `root`
     """
     known = (*PLANS[operation],)
     tag, _ = agree(transport, operation, array, known, algorithm, compares=compares, **settings)
     root = {"root": settings["root"]} if "root" in settings else {}
+    if root and not (isinstance(root["root"], int) and 0 <= root["root"] < transport.size):
+        raise CommError(
+            f"rank {transport.rank}: root {root['root']} is not among ranks 0 to {transport.size - 1}."
+        ).on_every_rank()
     plan = PLANS[operation][algorithm](transport.rank, transport.size, array.size, **root)
     op = settings.get("op", "add")
     return Execution(transport, array, op, plan, tag, combining=arithmetic.combining)

@@ -53,41 +53,50 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     Any other exception becomes the cause of an MpitrainError; but if all ranks failed, a rank with
     such an exception raises that one.
     """
-    result: Any = None
-    failure = cause = None
+    result = failure = cause = None
     try:
         result = function()
-    except errors.MpitrainError as error:
-        failure = [type(error).__name__, error.law, error.way_out]
-    except OSError as error:
-        failure = [
+    except MemoryError:
+        raise  # It ends the job with advice of its own.
+    except Exception as error:
+        failure = _described(error)
+        cause = None if isinstance(error, (MpitrainError, OSError)) else error
+    everyone = transport.gather_text([failure, result])
+    failures = [failure for failure, _ in everyone]
+    if not any(failures):
+        return [result for _, result in everyone]
+    # A frame in an error's own traceback must not refer to it. Such a cycle would keep all objects
+    # of those frames alive.
+    try:
+        if cause and all(failures):
+            raise cause
+        raise _agreed(failures, transport.hosts) from cause
+    finally:
+        del result, cause
+
+
+def _described(error: Exception) -> list[str | None]:
+    """Return the name of one of our errors, its law and its way out, for an error of `from_all_ranks`."""
+    if isinstance(error, MpitrainError):
+        return [type(error).__name__, error.law, error.way_out]
+    if isinstance(error, OSError):
+        return [
             "ConfigError",
             f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
             "Name another path, or look at what is there.",
         ]
-    except MemoryError:
-        raise  # It ends the job with advice of its own.
-    except Exception as error:
-        cause, kind = error, type(error).__name__
-        failure = ["MpitrainError", f"{kind}: {error}", "The traceback of that rank says where."]
-    everyone = transport.gather_text([failure, result])
-    failures = [failure for failure, _ in everyone]
-    first = next((f for f in failures if f), None)
-    if first is None:
-        return [result for _, result in everyone]
-    kind, law, way_out = first
-    if cause and all(failures):
-        raise cause
-    ranks = [rank for rank, f in enumerate(failures) if f]
-    if len(ranks) < transport.size:
-        law = f"On rank {listed(ranks, transport.hosts)}: {law}"
-    agreed_on = getattr(errors, kind)(law, way_out).on_every_rank()
-    # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
-    # of those frames alive.
-    try:
-        raise agreed_on from cause
-    finally:
-        del agreed_on, result, cause
+    law = f"{type(error).__name__}: {error}"
+    return ["MpitrainError", law, "The traceback of that rank says where."]
+
+
+def _agreed(failures: Sequence[list[str] | None], hosts: Sequence[str]) -> MpitrainError:
+    """Return the error of `from_all_ranks` that all ranks raise; failures: described, of each rank."""
+    kind, law, way_out = next(failure for failure in failures if failure)
+    ranks = [rank for rank, failure in enumerate(failures) if failure]
+    if len(ranks) < len(failures):
+        law = f"On rank {listed(ranks, hosts)}: {law}"
+    agreed: MpitrainError = getattr(errors, kind)(law, way_out).on_every_rank()
+    return agreed
 
 
 def listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:

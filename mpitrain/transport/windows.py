@@ -26,6 +26,10 @@ class Location(NamedTuple):
     offset: int
 
 
+class Offer(list[int]):
+    """Numbers of windows that one binding may borrow; they are in use while it exists."""
+
+
 class Windows:
     """The shared windows of one rank; a split transport uses its parent's object.
 
@@ -46,7 +50,6 @@ class Windows:
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
         self._numbers, self._binding = 0, threading.Lock()
-        self._offered: dict[int, set[int]] = {}
         self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
 
@@ -119,20 +122,13 @@ class Windows:
         stop = location.offset + count * np.dtype(dtype).itemsize
         return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
-    def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Return the windows of `shared_by` that this rank does not use.
-
-        They are offered to this thread alone until `settle`.
-        """
+    def offer(self, nbytes: int, members: Sequence[int]) -> Offer:
+        """Return the windows of `shared_by` that this rank does not use."""
         with self._binding:
-            elsewhere = set[int]().union(*self._offered.values())
-            found = [
-                window
-                for window in self.shared_by(members, nbytes)
-                if self._is_idle(window) and window not in elsewhere
-            ]
-            self._offered[threading.get_ident()] = {*found}
-        return found
+            idle = Offer(filter(self._is_idle, self.shared_by(members, nbytes)))
+            for window in idle:
+                self._users[window] = [weakref.ref(idle)]
+        return idle
 
     def shared_by(self, members: Sequence[int], nbytes: int) -> list[int]:
         """Return the windows of `nbytes` per rank that only these ranks share.
@@ -140,17 +136,12 @@ class Windows:
         A window shared with other ranks is left out: those ranks may still read the result of its
         last reduction.
         """
+        shares = dict.fromkeys(members, nbytes)
         return [
             window
             for window, blocks in self._blocks.items()
-            if blocks.keys() == set(members)
-            and all(block.nbytes == nbytes for block in blocks.values())
+            if shares == {member: block.nbytes for member, block in blocks.items()}
         ]
-
-    def settle(self) -> None:
-        """End the offer of `idle` to this thread: what it took is in use."""
-        with self._binding:
-            self._offered.pop(threading.get_ident(), None)
 
     def leave(self, part: Any, made: Sequence[int]) -> bool:
         """Free the windows that the closing `part` has made and no rank uses; False if some remain.

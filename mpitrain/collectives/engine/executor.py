@@ -271,8 +271,8 @@ def agree(
     own       facts of this rank for the others, serialisable as JSON; None: there are none
     compares  False: the caller knows that the arguments are equal, so only `own` is gathered
     settings  other arguments that must be the same on all ranks
-    raises    CommError on every rank if any argument differs, if any rank's array is not one
-              contiguous, writable block of numbers, or if there is no rank `root`;
+    raises    CommError on every rank if any argument differs, or if any rank's array is not one
+              contiguous, writable block of numbers;
               ConfigError on every rank for an unknown op or algorithm
     """
     problem = unfit(array)
@@ -291,11 +291,6 @@ def agree(
         owns = transport.gather_text(own)
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
-    root = settings.get("root", 0)
-    if not isinstance(root, int) or not 0 <= root < transport.size:
-        raise CommError(
-            f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
-        ).on_every_rank()
     return Agreed(tag, [*owns])
 
 

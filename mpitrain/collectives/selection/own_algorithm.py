@@ -8,7 +8,7 @@ such a file, or a plugin's row. Its plans are simulated.
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, title
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, reading_of
+from mpitrain.machine.backend import on_device
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -63,7 +64,7 @@ def file_algorithm(name: str) -> str:
     return pinned
 
 
-def bind_proven(
+def bind_added(
     transport: Transport,
     operation: str,
     algorithm: str,
@@ -71,10 +72,12 @@ def bind_proven(
     op: str,
     agreed: Agreed,
     arithmetic: Arithmetic,
-) -> Reduction | None:
-    """Bind an added algorithm, after a simulation has shown that its plans are right.
+    bind_trial: Callable[[np.ndarray], Reduction] | None,
+) -> Reduction:
+    """Bind an added algorithm, after a simulation of its plans and a trial have shown that it is right.
 
-    raises  ConfigError on every rank if a plan is wrong, or its bind returns no Reduction
+    bind_trial  binds it to an array for the trial; None: without one, as for an array in GPU memory
+    raises      ConfigError on every rank if a plan or a result is wrong, or its bind returns no Reduction
     """
     table = TABLES[operation]
     if table[algorithm].plans:
@@ -88,6 +91,11 @@ def bind_proven(
     reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     bound = partial(table.made, algorithm, "algorithm", lambda: reduction)
     on_all_ranks(transport, partial(bound, "a Reduction", lambda made: isinstance(made, Reduction)))
+    assert reduction is not None
+    reduction.algorithm = algorithm
+    if bind_trial and not on_device(array):
+        numbers = np.empty_like(array)
+        check_trial(transport, operation, bind_trial(numbers), numbers, op)
     return reduction
 
 
