@@ -194,25 +194,23 @@ class Buckets:
         bind = bind or (lambda bucket, view: group.bind(view))
         self._overlap, self._dense_steps, self._tied = overlap, dense_steps, tied
         self.buckets = buckets
-        self._writers = [
-            {*own, *((SUMMED,) if bucket.partial else ())}
-            for bucket, own in zip(buckets, writers, strict=True)
-        ]
-        self._views = [flat[b.start : b.stop] for b in buckets]
+        self._writers: list[set[int]] = []
         # The reductions of the first `dense_steps` steps, and of all others; equal for an exact bucket.
         self._dense: list[Reduction] = []
         self._lossy: list[Reduction] = []
-        for number, (bucket, view) in enumerate(zip(buckets, self._views, strict=True)):
+        for number, (bucket, own) in enumerate(zip(buckets, writers, strict=True)):
+            view, bound = flat[bucket.start : bucket.stop], list[Reduction]()
             is_lossy = wire.name != "none" and not bucket.holders
-            bound = []
             with group.transport.recorder.called(f"bucket {number}"):
                 if dense_steps or not is_lossy:
                     bound.append(bind(bucket, view))
                 if is_lossy:
                     bound.append(group.bind_lossy(view, wire, matrices_in(layout, bucket)))
+            self._writers.append({*own, SUMMED} if bucket.partial else {*own})
             self._dense.append(bound[0])
             self._lossy.append(bound[-1])
-        self._mover = mover(group.transport, [*self._dense, *self._lossy])
+        self._flat, self._mover = flat, mover(group.transport, [*self._dense, *self._lossy])
+        self._has_errors = any(reduction.state for reduction in self._lossy)
         self.begin(0)
 
     def __len__(self) -> int:
@@ -220,9 +218,10 @@ class Buckets:
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: nothing is ready."""
-        self._active = self._dense if step < self._dense_steps else self._lossy
+        self._is_dense = step < self._dense_steps
+        self._active = self._dense if self._is_dense else self._lossy
         self._missing = [*map(set, self._writers)]
-        self.delayed = any(reduction.state for reduction in self._active)
+        self.delayed = self._has_errors and not self._is_dense
 
     def ready(self, writer: int) -> None:
         """Report that a writer has written all its gradients of this step."""
@@ -242,10 +241,14 @@ class Buckets:
             reduction.run()
         self.ready(SUMMED)
         self._mover.wait()
-        # After a step without the wire format, the format learns from the exact sums.
-        for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
+        if self._is_dense:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Let the wire format learn from the exact sums of a step without it."""
+        for bucket, used, lossy in zip(self.buckets, self._dense, self._lossy, strict=True):
             if used is not lossy and lossy.learn:
-                lossy.learn(view)
+                lossy.learn(self._flat[bucket.start : bucket.stop])
 
     def state(self) -> list[StateBuffer]:
         """Return the state that wire formats keep between steps, for checkpoints."""

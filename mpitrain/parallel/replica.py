@@ -7,7 +7,7 @@ methods. The tables of modes are in modes.py.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -295,6 +295,7 @@ class Replica:
     frozen       1-D, the parameters that are not trained, in the dtype with which layers compute; if the
                  mode shards, this rank's pieces concatenated. They have no masters, gradients, state or
                  messages. A server has none
+    frozen_state  `frozen` for checkpoints; empty if there are none
     parameter_arrays, gradient_arrays   all arrays that were allocated for them
     optimizer    updates the pieces of `owned`, which may be none
     skips        the count of skipped updates, and the loss scale
@@ -460,9 +461,11 @@ class Replica:
 
     def make_frozen(self, pieces: Sequence[Piece]) -> None:
         """Allocate these pieces of the flat buffer of frozen tensors."""
-        self._frozen_pieces = pieces
         length = sum(piece.stop - piece.start for piece in pieces)
         self.frozen = self.device.backend.zeros(length, self.computed)
+        entries = self.storage.frozen.entries
+        own = StateBuffer("parameters", self.frozen, pieces, entries=entries)
+        self.frozen_state = [own] if entries else []
 
     def make_gradients(self) -> None:
         """Allocate the gradients, and bind their sums; collective."""
@@ -527,15 +530,14 @@ class Replica:
         """Return the runs of the flat buffer that no other rank of this replica squares, with the
         groups that sum them.
         """
-        runs: list[tuple[Group, Piece]] = []
-        for span in self.storage.spans:
-            if not self.grid.counts(span.holders):
-                continue
-            summing = self.grid.summing(span.holders)
-            if runs and runs[-1][0] is summing and runs[-1][1].stop == span.start:
-                runs[-1] = summing, runs[-1][1]._replace(stop=span.stop)
-            else:
-                runs.append((summing, Piece(span.start, span.stop, 0)))
+        grid, runs = self.grid, list[tuple[Group, Piece]]()
+        for summing, spans in groupby(
+            self.storage.spans,
+            lambda span: grid.summing(span.holders) if grid.counts(span.holders) else None,
+        ):
+            own = [*spans]
+            if summing:
+                runs.append((summing, Piece(own[0].start, own[-1].stop, 0)))
         return runs
 
     # The rows of a step.
@@ -759,13 +761,7 @@ class Replica:
     def parameter_state(self) -> list[StateBuffer]:
         """Return the parameters for checkpoints, current on all ranks; collective."""
         own = StateBuffer("parameters", self.parameters, whole(self.storage))
-        return [own, *self.frozen_state()]
-
-    def frozen_state(self) -> list[StateBuffer]:
-        """Return the frozen parameters for checkpoints, if there are any."""
-        entries = self.storage.frozen.entries
-        own = StateBuffer("parameters", self.frozen, self._frozen_pieces, entries=entries)
-        return [own] if entries else []
+        return [own, *self.frozen_state]
 
     def optimizer_state(self) -> list[StateBuffer]:
         return self.optimizer.buffers() if self.optimizer.pieces else []

@@ -319,7 +319,7 @@ class Zero1(Replica):
     def parameter_state(self) -> list[StateBuffer]:
         self.sync()
         pieces = self.shards.owned if self.device.mirror else whole(self.storage)
-        return [StateBuffer("parameters", self.parameters, pieces), *self.frozen_state()]
+        return [StateBuffer("parameters", self.parameters, pieces), *self.frozen_state]
 
 
 class Zero2(Zero1):
@@ -411,19 +411,16 @@ class Zero2(Zero1):
         # micro-batch.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}
         self._totalled: list[Reduction] = []
-        self._reset()
+        self._summed: set[Bucket] = set()
+        self._missing: dict[Bucket, set[int]] = {}
 
     def gathers_in_backward(self) -> Sequence[Reduction]:
         """Return the all-gathers that the progress engine of the gradients drives, too."""
         return ()
 
-    def _reset(self) -> None:
-        self._summed: set[Bucket] = set()
-        self._missing: dict[Bucket, set[int]] = {}
-
     def prepare(self) -> None:
         super().prepare()
-        self._reset()
+        self._summed, self._missing = set(), {}
 
     def gradients(self, unit: int) -> Gradients:
         """Return the leaves into which a unit writes its gradients, after waiting for their slots.
@@ -471,7 +468,8 @@ class Zero2(Zero1):
             self._totalled.append(self._totals[bucket])
 
     def poll(self) -> None:
-        super().poll()
+        if self._open:
+            self._gathering.poll()
         self.engine.poll()
 
     def _end_all(self) -> None:
@@ -563,6 +561,14 @@ class Zero3(Zero2):
         self._there: dict[int, Bucket] = {}
         self._arriving: list[Bucket] = []
         self._opened = 0
+        # {whether the pass is forward: for each unit, the buckets to gather while it computes}
+        self._ahead = {
+            is_forward: [
+                self._buckets_ahead(unit, is_forward) if self.settings.overlap else []
+                for unit in range(len(storage.units))
+            ]
+            for is_forward in (True, False)
+        }
 
     def gathers_in_backward(self) -> Sequence[Reduction]:
         return list(self._gathers.values())
@@ -573,38 +579,36 @@ class Zero3(Zero2):
                 self._gather(bucket)
             for bucket in self._needed[unit]:
                 self._arrived(bucket)
-        if self.settings.overlap:
-            slot = self.parameter_slots.slot
-            in_use = {slot[bucket] for bucket in self._needed[unit]}
-            for following in self._following(unit):
-                for bucket in self._needed[following]:
-                    if slot[bucket] not in in_use:
-                        self._gather(bucket)
+        is_forward = unit > self._opened or unit == 0
+        for bucket in self._ahead[is_forward][unit]:
+            self._gather(bucket)
         self._opened = unit
         return self._weights[unit]
 
-    def _following(self, unit: int) -> Sequence[int]:
+    def _buckets_ahead(self, unit: int, is_forward: bool) -> list[Bucket]:
+        """Return the buckets to gather while this unit computes; not those in its own slots."""
+        slot = self.parameter_slots.slot
+        in_use = {slot[bucket] for bucket in self._needed[unit]}
+        return [
+            bucket
+            for following in self._following(unit, is_forward)
+            for bucket in self._needed[following]
+            if slot[bucket] not in in_use
+        ]
+
+    def _following(self, unit: int, is_forward: bool) -> Sequence[int]:
         """Return the units to gather while this unit computes.
 
-        With one model chunk this is the next unit, with several chunks all units of this unit's
-        chunk.
+        With several chunks these are all units of its chunk, and with one the next unit. The order
+        turns back at the last unit, and at the first unit that has a backward.
         """
-        chunk = next((units for units in self.chunks if unit in units), None)
-        if chunk is None:
-            return [self._next(unit)]
-        return chunk if unit == chunk.start else chunk[max(0, self.first - chunk.start) :][::-1]
-
-    def _next(self, unit: int) -> int:
-        """Return the unit that `open` will receive next.
-
-        The order of units continues as in the last two calls. It turns back at the last unit, and
-        at the first unit that has a backward.
-        """
-        last, first = len(self._needed) - 1, self.first
-        is_forward = unit > self._opened or unit == 0
+        first, last = self.first, len(self._needed) - 1
+        for chunk in self.chunks:
+            if unit in chunk:
+                return chunk if unit == chunk.start else chunk[max(0, first - chunk.start) :][::-1]
         if is_forward and unit < last:
-            return unit + 1
-        return unit - 1 if unit > first else 0
+            return [unit + 1]
+        return [unit - 1 if unit > first else 0]
 
     def _gather(self, bucket: Bucket) -> None:
         slot = self.parameter_slots.slot[bucket]
@@ -643,7 +647,7 @@ class Zero3(Zero2):
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
         self.sync()
         own = StateBuffer("parameters", self.parameters, list(self.owned))
-        return [own, *self.frozen_state()]
+        return [own, *self.frozen_state]
 
 
 def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
