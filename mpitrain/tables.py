@@ -88,13 +88,11 @@ class Table(dict[Name, Row]):
         form: str,
         is_right: Callable[[Made], bool],
     ) -> Made:
-        """Return what a function of a row makes.
+        """Return what a function of an added row makes.
 
         kind, form  of the row, and of what its function must return, for messages
-        raises      ConfigError if the function of an added row raises, or returns anything else
+        raises      ConfigError if the function raises, or returns anything else
         """
-        if not self.is_added(name):
-            return make()
         title, way_out = f"The {kind} {name}{self.of_plugin(name)}", "Correct its function."
         try:
             made = make()

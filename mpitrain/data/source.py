@@ -156,21 +156,21 @@ class Request(NamedTuple):
     name        of the source, as configured
     context     tokens per row of a token source
     dtype       of features and pixels
-    vocabulary  of a token source, as configured; 0: from the data
-    validation  held-out rows: the name of another source, or "tenth"; empty: the default
-    scan        the scan of a token file; None for other sources
+    vocabulary  of a token source; 0: 256 for text, the largest token + 1 for files of tokens
+    validation  held-out rows: the name of another source; tenth or empty: the last tenth
+    scan        the scan of a token file, if it is known; None costs a pass over the file
     reading     how rows are made of tokens
-    form        the form that the model takes; digits and idx have images and samples
+    form        the form that the model takes, for sources with several; None: the first of them
     targets     the targets that the loss takes
-    scaling     of arrays, as the run has noted it; None: from the data
+    scaling     of arrays, if it is known; None costs a pass over them
     """
 
     name: str
     context: int
     dtype: str
-    vocabulary: int
-    validation: str
-    scan: Scan | None
+    vocabulary: int = 0
+    validation: str = ""
+    scan: Scan | None = None
     reading: Reading = Reading()
     form: Form | None = None
     targets: Targets = "classes"

@@ -256,33 +256,19 @@ def check_validation(name: str, validation: str) -> None:
         )
 
 
-def open_source(
-    name: str,
-    context: int,
-    dtype: str,
-    vocabulary: int = 0,
-    scan: Scan | None = None,
-    validation: str = "",
-    reading: Reading = Reading(),  # noqa: B008  a constant
-    form: Form | None = None,
-    targets: Targets = "classes",
-    scaling: Mapping[str, Any] | None = None,
-) -> Source:
-    """Open a source by its configuration name.
+def open_source(name: str, context: int, dtype: str, vocabulary: int = 0, **others: Any) -> Source:
+    """Open a source by its configuration name, as `open_request` with these fields of a `Request`."""
+    return open_request(Request(name, context, dtype, vocabulary, **others))
 
-    context     tokens per row of a token source
-    dtype       of the features of a sample source
-    vocabulary  of a token source; 0: 256 for text, largest token + 1 for tokens:FILE
-    scan        the scan of a tokens:FILE if it is known; None costs a pass over the file
-    validation  held-out rows: another file, such as text:OTHER; tenth or empty: the last tenth
-    reading     how rows are made of tokens
-    form        the form that the model takes, for sources with several; None: the first of them
-    targets     the targets that the loss takes
-    scaling     of arrays, if it is known; None costs a pass over them
-    raises      ConfigError for a name that is no source or has options of another kind;
-                DataError if it is missing, unreadable, too small, or exceeds the vocabulary
+
+def open_request(request: Request) -> Source:
+    """Open the source of a request.
+
+    raises  ConfigError for a name that is no source or has options of another kind;
+            DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
-    row = source_kind(name)
+    name, vocabulary, validation = request.name, request.vocabulary, request.validation
+    row, reading = source_kind(name), request.reading
     if validation:
         check_validation(name, validation)
     if row.is_text and not reading.tokenizer and 0 < vocabulary < BYTES:
@@ -296,21 +282,16 @@ def open_source(
                 f"data.{key} is of data.source {token_files() if key == 'dtype' else spellings(key)}, but that is {name}.",
                 f"Leave out data.{key}.",
             )
-    if row.is_token_file and scan is None:
+    if row.is_token_file and request.scan is None:
         largest = largest_token(name, 0, 1, reading.dtype)
-        scan = as_it_is(name, reading.dtype)._replace(largest=largest)
+        request = request._replace(scan=as_it_is(name, reading.dtype)._replace(largest=largest))
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    request = Request(
-        name, context, dtype, vocabulary, validation, scan, reading, form, targets, scaling
-    )
-    return SOURCES.made(
-        name.partition(":")[0],
-        "data source",
-        lambda: row.open(request),
-        "an object with the attributes and methods of a Source",
-        _is_source,
-    )
+    kind = name.partition(":")[0]
+    if not SOURCES.is_added(kind):
+        return row.open(request)
+    form = "an object with the attributes and methods of a Source"
+    return SOURCES.made(kind, "data source", lambda: row.open(request), form, _is_source)
 
 
 def _is_source(made: Any) -> bool:
@@ -332,8 +313,11 @@ def read_rows(name: str, source: Source, count: int, read: Callable[[], Rows]) -
     count   number of rows that are read
     raises  ConfigError if the source of a plugin returns anything else
     """
+    kind = name.partition(":")[0]
+    if not SOURCES.is_added(kind):
+        return read()
     return SOURCES.made(
-        name.partition(":")[0],
+        kind,
         "data source",
         read,
         f"two arrays, {count} rows of inputs of its shape and their targets",

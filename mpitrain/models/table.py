@@ -1,6 +1,7 @@
 """The table of models by kind."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from mpitrain.config import Lora
@@ -205,13 +206,10 @@ def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[U
 
     raises  ConfigError if the row of a plugin makes anything else
     """
-    return MODELS.made(
-        keys.kind,
-        "model",
-        lambda: MODELS[keys.kind].build(layers, keys, source),
-        "a list of units",
-        are_units,
-    )
+    build = partial(MODELS[keys.kind].build, layers, keys, source)
+    if not MODELS.is_added(keys.kind):
+        return build()
+    return MODELS.made(keys.kind, "model", build, "a list of units", are_units)
 
 
 def adapted(units: Sequence[Unit], lora: Lora, layers: Plain) -> Sequence[Unit]:

@@ -24,6 +24,7 @@ A second block of rows continues the first.
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Literal, NamedTuple
 
@@ -673,17 +674,27 @@ def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = Non
             f"Take {multiples_near(micro_batches, stages)} micro-batches, or schedule 1f1b or breadth-first, which "
             "serve any number.",
         )
-    lists, stage_of = table_of(name).made(
-        name,
-        "schedule",
-        lambda: (
-            [schedule.compute(stage, stages, micro_batches, many) for stage in range(stages)],
-            schedule.stage_of(stages, many),
-        ),
-        "lists of instructions, and the stages of chunks",
-        lambda made: _are_instructions(made[0]) and _are_numbers(made[1]),
+    make, table = partial(_made, schedule, stages, micro_batches, many), table_of(name)
+    lists, stage_of = (
+        table.made(
+            name,
+            "schedule",
+            make,
+            "lists of instructions, and the stages of chunks",
+            lambda made: _are_instructions(made[0]) and _are_numbers(made[1]),
+        )
+        if table.is_added(name)
+        else make()
     )
     return Plan(tuple(stage_of), tuple(map(tuple, lists)))
+
+
+def _made(
+    schedule: Schedule, stages: int, micro_batches: int, chunks: int
+) -> tuple[list[list[Compute]], Sequence[int]]:
+    """Return the instructions of each stage, and the stage of each chunk."""
+    lists = [schedule.compute(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    return lists, schedule.stage_of(stages, chunks)
 
 
 def _are_instructions(lists: list[list[Compute]]) -> bool:

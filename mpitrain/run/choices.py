@@ -21,6 +21,7 @@ from mpitrain.optim.optimizer import EVERY
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.rules import check as check_rules
+from mpitrain.run.rules import check_each, of_optimizer
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
@@ -122,7 +123,9 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
         One error that lists all invalid keys and values; without any, one about keys that
         exclude each other.
     """
-    return without_plugins(_with_own_algorithms(load(_nested(tables))), path)
+    config = without_plugins(_with_own_algorithms(load(_nested(tables))), path)
+    check_each(of_optimizer(config), path)
+    return config.as_checked()
 
 
 def _nested(tables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,7 +139,10 @@ def _nested(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:
-    """Make a `Config` as `parse`, but import no plugins: the tables may be another person's."""
+    """Make a `Config` of the tables of a run, which may be another person's: import no plugins.
+
+    Runs of earlier versions may break rules of optimizers, which `parse` checks.
+    """
     names = choices()
     for key in ALGORITHMS:
         value = _text_of(tables, key)
@@ -148,7 +154,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         tables = with_keys_of_folder(tables)
     config = _with_linear(parse_sections(_with_kind(tables), path, names))
     check_rules(config, path)
-    return config.as_checked()
+    return config
 
 
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -196,3 +202,4 @@ def check(config: Config) -> None:
     for key, names in choices().items():
         check_choice(key, values[key], names)
     check_rules(config)
+    check_each(of_optimizer(config))

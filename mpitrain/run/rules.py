@@ -243,7 +243,7 @@ def of_common_steps(config: Config, is_needed: object, reason: str) -> Iterator[
 
 
 def of_optimizer(config: Config) -> Iterator[Rule]:
-    """The rules of an update rule: of a job, since runs of earlier versions may have broken them."""
+    """The rules of an update rule, which runs of earlier versions may have broken."""
     settings, rule = config.optimizer, RULES[config.optimizer.name]
     unread = rule.unread_keys(settings)
     values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in unread)
@@ -322,12 +322,13 @@ def of_ranks(config: Config, mesh: Axes, ranks: int) -> Iterator[Rule]:
         f"{mesh.product}{f' + servers {servers}' if servers else ''} needs {mesh.ranks} ranks, but {ranks} were started.",
         f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
     )
-    yield (
-        mesh.dp % layout.ep,
-        f"layout.ep divides the replicas of layout.dp, but {layout.ep} does not divide {mesh.dp}.",
-        f"Set layout.ep to a divisor of {mesh.dp}, or start "
-        f"{multiples_near(mesh.ranks, layout.ep * mesh.ranks // mesh.dp)} ranks.",
-    )
+    if mesh.dp % layout.ep:
+        near = multiples_near(mesh.ranks, layout.ep * mesh.ranks // mesh.dp)
+        yield (
+            True,
+            f"layout.ep divides the replicas of layout.dp, but {layout.ep} does not divide {mesh.dp}.",
+            f"Set layout.ep to a divisor of {mesh.dp}, or start {near} ranks.",
+        )
     yield from of_shares(config, mesh.dp)
     computing = mesh.ranks - servers
     for rank in (delay.rank for delay in (delays(run.delay) if run.delay else ())):

@@ -205,6 +205,8 @@ def plans_of(
         table = TABLES[operation]
         plans = table[algorithm].plans
         assert plans is not None  # callers exclude algorithms that `is_whole` accepts
+        if not table.is_added(algorithm):
+            return plans(rank, hosts, count)
         return table.made(
             algorithm,
             "algorithm",

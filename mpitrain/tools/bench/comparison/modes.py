@@ -16,7 +16,6 @@ from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
 from mpitrain.run.job import axes, resolve_here, with_hyper_parameters
-from mpitrain.run.rules import check_each, of_optimizer
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -227,7 +226,6 @@ def _job(tables: dict[str, Any], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
-    check_each(of_optimizer(config))
     config = with_hyper_parameters(config)
     divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
