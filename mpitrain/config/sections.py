@@ -838,16 +838,12 @@ class Config(Section):
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with these {section.key: value}, which are not checked."""
-        sections: dict[str, dict[str, Any]] = {}
+        sections: dict[str, Section] = {}
         for name, value in values.items():
             section, key = name.split(".")
-            sections.setdefault(section, {})[key] = value
-        copy = self.model_copy(
-            update={
-                section: getattr(self, section).model_copy(update=update)
-                for section, update in sections.items()
-            }
-        )
+            before = sections.get(section, getattr(self, section))
+            sections[section] = before.model_copy(update={key: value})
+        copy = self.model_copy(update=sections)
         copy._is_checked = False
         return copy
 

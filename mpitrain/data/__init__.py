@@ -26,8 +26,8 @@ from mpitrain.data.table import bits_per_byte as bits_per_byte
 from mpitrain.data.table import file_digests as file_digests
 from mpitrain.data.table import is_fraction as is_fraction
 from mpitrain.data.table import names as names
-from mpitrain.data.table import open_source as open_source
 from mpitrain.data.table import open_request as open_request
+from mpitrain.data.table import open_source as open_source
 from mpitrain.data.table import perplexity as perplexity
 from mpitrain.data.table import read_rows as read_rows
 from mpitrain.data.table import rows_of_epoch as rows_of_epoch

@@ -4,13 +4,14 @@ B rows, T tokens of a row.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from mpitrain.config import Data
 from mpitrain.data.rows import positions
-from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Source
+from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Request, Source
+from mpitrain.data.table import open_request
 from mpitrain.data.tokenizer import BYTES_FILE, MASK, open_tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -79,11 +80,10 @@ class MaskedSource:
 
 
 def masked(
-    opened: Callable[[int], Source], data: Data, tokenizer: bytes | None, mask_name: str = ""
+    request: Request, data: Data, tokenizer: bytes | None, mask_name: str = ""
 ) -> MaskedSource:
     """Open a token source, and hide tokens of it.
 
-    opened     makes the source, from data.vocabulary
     tokenizer  the content of a tokenizer.json; None: tokens are numbers, and none is special
     mask_name  the name of the mask token; empty, or of no token: it has a usual name
     """
@@ -95,7 +95,8 @@ def masked(
         special = {*masks[:1], *(token for name in SPECIAL if (token := named(name)) is not None)}
         special |= _added(tokenizer)
     added = 1 if mask is None and data.vocabulary else 0
-    return MaskedSource(opened(data.vocabulary - added), data.mask, mask, sorted(special))
+    source = open_request(request._replace(vocabulary=data.vocabulary - added))
+    return MaskedSource(source, data.mask, mask, sorted(special))
 
 
 def _added(tokenizer: bytes) -> set[int]:

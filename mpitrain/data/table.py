@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpitrain.config import Data
 from mpitrain.data.prefetch import Rows
-from mpitrain.data.source import Form, Reading, Request, Scan, Source, Targets, Unopened
+from mpitrain.data.source import Form, Reading, Request, Source, Targets, Unopened
 from mpitrain.data.token_files import (
     TENTH,
     as_it_is,
@@ -359,11 +360,13 @@ def tokenizer_of(names: Iterable[str], tokenizer: str = "") -> bytes | None:
     return next(iter(tokenizers)) if len(tokenizers) == 1 else None
 
 
-def file_digests(names: Iterable[str]) -> dict[str, str]:
-    """Return {file: its size and digest} of sources that are files; ranks compare these."""
-    places = ((source_kind(name), name.partition(":")[2]) for name in names)
-    files = (Path(path) for row, place in places if place for path in row.files(place))
-    return {str(path): file_digest(path) for path in files if path.is_file()}
+def file_digests(data: Data) -> dict[str, str]:
+    """Return {file: its size and digest} of the files that section [data] names; ranks compare these."""
+    files: list[Path | str] = [data.tokenizer] if data.tokenizer else []
+    for name in (*(data.mixture or [data.source]), data.validation):
+        _, _, place = name.partition(":")
+        files += source_kind(name).files(place) if place else []
+    return {str(path): file_digest(path) for path in map(Path, files) if path.is_file()}
 
 
 def absolute(name: str) -> str:

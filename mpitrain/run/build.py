@@ -5,7 +5,6 @@ from __future__ import annotations  # help() prints signatures as they are writt
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from math import isclose
 from pathlib import Path
@@ -15,13 +14,13 @@ from mpitrain.config import CONFIG, EPOCH, Config, Epochs, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.data import (
     Reading,
+    Request,
     Source,
     Unopened,
     as_it_is,
-    file_digest,
     file_digests,
     largest_token,
-    open_source,
+    open_request,
     rows_of_epoch,
     source_kind,
     targets_of,
@@ -40,7 +39,6 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS, adapted, form_for, other_form
-from mpitrain.ops.device import Device
 from mpitrain.optim import RULES
 from mpitrain.optim.coded import BlockWise
 from mpitrain.parallel.buckets import kept_apart, slots_of
@@ -57,7 +55,8 @@ from mpitrain.run.job import (
     Job,
     Room,
     agree_on,
-    beside_source,
+    device_keys,
+    found_here,
     machine_of,
     resolve_here,
     say_why_numpy,
@@ -80,6 +79,7 @@ from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
 if TYPE_CHECKING:
+    from mpitrain.kernels.loader import Kernels
     from mpitrain.run.initial import Models
 
 OF_NUMBERS = "mse"
@@ -136,7 +136,8 @@ def build(
     if job.config.pipeline.partition == TIME:
         job = _cut_by_time(transport, job)
         job = on_all_ranks(transport, lambda: checked(transport, job))
-    _prepare(transport, job.device)
+    if job.device.kernels is not None:
+        _prepare(transport, job.device.kernels)
     trainer = Trainer(transport, None, job, draws=False)
     models, frozen = job.models, trainer.replica.frozen
     kept = trainer.replica.state() if folder or models else []
@@ -180,35 +181,35 @@ def opened(
             return job
     data = source or _source(job, *(scanned or (None, None)))
     name = "this data source" if source else job.config.data.source
-    job = _fitted(replace(job, source=data), name, transport.rank == 0)
-    job = checked(transport, replace(job, models=_models(job, checkpoint, transport.rank)))
-    facts: dict[str, Any] = {} if source else {**_files(job.config)}
+    job = fitted(replace(job, source=data), name, transport.rank == 0)
+    if job.config.run.init_from or job.config.lora.rank:
+        job = replace(job, models=_models(job, checkpoint, transport.rank))
+    job = checked(transport, job)
+    facts = job.facts if source else job.facts | file_digests(job.config.data)
     if job.models:
-        facts |= job.models.facts()
-    facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
+        facts = facts | job.models.facts()
+    facts = facts | {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return replace(job, facts=facts)
 
 
 def checked(transport: Transport, job: Job) -> Job:
-    """Return the job, counted; ConfigError if its model does not fit configuration, ranks or memory."""
-    return _counted(job, check_memory(transport, job, job.described().model), transport.rank)
+    """Return the job with the counts of a step of this rank, if they are counted before it.
 
+    A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model: counting
+    also finds a layer that returns another output than it states.
 
-def _counted(job: Job, room: Room, rank: int) -> Job:
-    """Return the job with the counts of a step of this rank; ConfigError if it does not fit in `room`.
-
-    A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model:
-    counting also finds a layer that returns another output than it states.
+    raises  ConfigError if the model does not fit configuration, ranks or memory
     """
+    room = check_memory(transport, job, job.described().model)
     is_own = MODELS.is_added(job.config.model.kind)
     if job.device.kernels is None and not job.config.memory.limit_gb and not is_own:
         return job
     from mpitrain.run.count.step import check_activations
 
-    return replace(job, counts=check_activations(job, room, rank))
+    return replace(job, counts=check_activations(job, room, transport.rank))
 
 
-def _fitted(job: Job, name: str, says: bool) -> Job:
+def fitted(job: Job, name: str, says: bool) -> Job:
     """Return the job with the keys that its data determine; ConfigError if they do not fit.
 
     name  of the data, for messages
@@ -227,10 +228,10 @@ def _fitted(job: Job, name: str, says: bool) -> Job:
     return replace(job, config=config)
 
 
-def _prepare(transport: Transport, device: Device) -> None:
+def _prepare(transport: Transport, kernels: Kernels) -> None:
     """Compile the kernels of the counted step, together with the other ranks of this host."""
     # The same on all ranks, also where a host has only one of them.
-    if (kernels := device.kernels) is not None and len({*transport.hosts}) < transport.size:
+    if len({*transport.hosts}) < transport.size:
         here = transport.hosts[transport.rank]
         beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
         turn = beside.index(transport.rank)
@@ -239,13 +240,11 @@ def _prepare(transport: Transport, device: Device) -> None:
 
 def _models(job: Job, checkpoint: Path | None, rank: int) -> Models | None:
     """Locate the models that the run starts from, as `open_models`."""
-    config, data = job.config, job.source
-    if not config.run.init_from and not config.lora.rank:
-        return None
     from mpitrain.run.initial import open_models
 
-    layers = described(job.device.ops, config.layout.model_copy(update={"tp": 1}))
-    return open_models(config, checkpoint, data.inputs, lambda: job.units(layers), rank)
+    config, layout = job.config, job.config.layout.model_copy(update={"tp": 1})
+    layers = described(job.device.ops, layout)
+    return open_models(config, checkpoint, job.source.inputs, lambda: job.units(layers), rank)
 
 
 def _with_loss(config: Config, targets: Targets, name: str, says: bool) -> Config:
@@ -293,7 +292,7 @@ def open_data(transport: Transport, job: Job) -> Source:
         transport,
         lambda: _source(job, largest, scaling),
         "data source",
-        lambda source: _files(job.config),
+        lambda source: file_digests(job.config.data),
     )
 
 
@@ -303,13 +302,14 @@ def alone(config: Config, hosts: Sequence[str]) -> Job:
     hosts   the host of each rank
     raises  MpitrainError if configuration, data and ranks do not fit together
     """
-    machine, name = machine_of(config), config.data.source
-    say_why_numpy([machine[1]], [""])
-    job = resolve_here(config, hosts, machine)
-    job = with_data_found(job, {}, beside_source(config), date.today().isoformat())
+    (gpu, lacks), name = machine_of(config), config.data.source
+    say_why_numpy([lacks], [""])
+    job = resolve_here(config, hosts, device_keys(config, [gpu], [lacks]))
+    job = with_data_found(job, found_here(config))
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
-    job = _fitted(replace(job, source=_source(job, largest)), name, True)
-    _models(job, None, 0)
+    job = fitted(replace(job, source=_source(job, largest)), name, True)
+    if config.run.init_from or config.lora.rank:
+        _models(job, None, 0)
     return job
 
 
@@ -377,41 +377,34 @@ def _scanned(transport: Transport, job: Job) -> tuple[int | None, dict[str, Any]
     return largest, scaling
 
 
-def _files(config: Config) -> dict[str, str]:
-    data = config.data
-    digests = file_digests([*(data.mixture or [data.source]), data.validation])
-    if data.tokenizer:
-        digests |= {data.tokenizer: file_digest(Path(data.tokenizer))}
-    return digests
-
-
 def _source(job: Job, largest: int | None, scaling: dict[str, Any] | None = None) -> Source:
     """Open the data source.
 
     largest, scaling  the result of `_scanned`
     """
     config, data = job.config, job.config.data
-    reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
-    scan = None if largest is None else as_it_is(data.source, data.dtype)
-    form = form_for(config.model.kind, data.source)
-    opened = partial(
-        open_source,
+    scan = None
+    if largest is not None:
+        scan = as_it_is(data.source, data.dtype)._replace(largest=largest)
+    request = Request(
         data.source,
         config.model.context,
         config.precision.stored,
-        scan=scan and scan._replace(largest=-1 if largest is None else largest),
-        validation=data.validation,
-        reading=reading,
-        form=form,
-        targets=LOSSES[config.model.loss].takes,
-        scaling=scaling,
+        data.vocabulary,
+        data.validation,
+        scan,
+        Reading(**{key: getattr(data, key) for key in Reading._fields}),
+        form_for(config.model.kind, data.source),
+        LOSSES[config.model.loss].takes,
+        scaling,
     )
-    if not MODELS[config.model.kind].hides or not form == source_kind(data.source).form == "tokens":
-        return opened(data.vocabulary)
+    is_of_tokens = request.form == source_kind(data.source).form == "tokens"
+    if not MODELS[config.model.kind].hides or not is_of_tokens:
+        return open_request(request)
     from mpitrain.data.masked import masked  # a run of another kind does not need the module
 
     run = job.folder if job.has_run else ""
-    return masked(opened, data, *_tokenizer_of(config, run))
+    return masked(request, data, *_tokenizer_of(config, run))
 
 
 def _tokenizer_of(config: Config, run: str) -> tuple[bytes | None, str]:
@@ -472,12 +465,23 @@ def sizes(job: Job, storage: Storage, shards: int) -> Sizes:
     storage  of all units of the model
     shards   ranks of ZeRO's sharding group
     """
-    stages, chunks = job.axes.pp, len(job.plan.stage_of)
+    config, stages, chunks = job.config, job.axes.pp, len(job.plan.stage_of)
+    rule, rounded = RULES[config.optimizer.name], job.device.half or storage.dtype
     largest, slot = (
         each.length / chunks if chunks > 1 else each.largest for each in (storage, storage.frozen)
     )
-    whole = _sizes(job, storage, shards, largest, slot)
-    return whole._replace(length=storage.length / stages, frozen=whole.frozen / stages)
+    return Sizes(
+        config.replication,
+        job.axes,
+        shards,
+        storage.length / stages,
+        largest,
+        storage.dtype.itemsize,
+        mirror=rounded.itemsize if config.precision.is_half else 0,
+        state=rule.step.optimizer.state_bytes(rule, storage) / max(1, storage.length),
+        frozen=storage.frozen.length / stages,
+        slot=slot,
+    )
 
 
 def stage_sizes(
@@ -504,23 +508,8 @@ def stage_sizes(
         buckets += storage.frozen_buckets()
         alone = kept_apart(storage, buckets, replication.zero_keep)
         slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
-    return _sizes(job, storage, shards, largest, slot)
-
-
-def _sizes(job: Job, storage: Storage, shards: int, largest: float, slot: float) -> Sizes:
-    config, rounded = job.config, job.device.half or storage.dtype
-    rule = RULES[config.optimizer.name]
-    return Sizes(
-        config.replication,
-        job.axes,
-        shards,
-        storage.length,
-        largest,
-        storage.dtype.itemsize,
-        mirror=rounded.itemsize if config.precision.is_half else 0,
-        state=rule.step.optimizer.state_bytes(rule, storage) / max(1, storage.length),
-        frozen=storage.frozen.length,
-        slot=slot,
+    return sizes(job, storage, shards)._replace(
+        length=storage.length, largest=largest, frozen=storage.frozen.length, slot=slot
     )
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -43,7 +44,6 @@ from mpitrain.run.choices import check
 from mpitrain.run.rules import (
     check_each,
     of_device,
-    of_optimizer,
     of_plan,
     of_ranks,
     of_rows,
@@ -125,7 +125,7 @@ class Job:
     tuning: Tuning
     gpus: Sequence[Gpu]
     device: Device
-    done: Done = field(default_factory=lambda: Done(0, 0, ""))
+    done: Done = Done(0, 0, "")  # noqa: RUF009  a constant
     folder: str = ""
     has_run: bool = False
     saved: str = ""
@@ -155,11 +155,8 @@ class Job:
     @property
     def layer_settings(self) -> dict[str, Any]:
         """What the layers compute with: the settings of a `LayerFactory`."""
-        return {
-            "keys": self.config.model,
-            "memory": self.config.memory,
-            "seed": self.config.run.seed,
-        }
+        config = self.config
+        return {"keys": config.model, "memory": config.memory, "seed": config.run.seed}
 
     def units(self, layers: Plain) -> list[Unit]:
         """Return the units of the whole model for the data source; `layers` makes the layers."""
@@ -174,13 +171,13 @@ class Job:
             if ranks > 1
         }
         layers = described(self.device.ops, layout, **others, **self.layer_settings)
-        return self.checked(layers, self.cut(layers))
+        return self.cut(layers)
 
     def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
         """Make the model with a rank's layer factory, and cut it for the pipeline.
 
         units   of a caller's model; None: the units of this job, in balance before they are timed
-        raises  ConfigError if these are no units, or do not fit the partition
+        raises  ConfigError if these are no units, or do not fit configuration and hosts
         """
         config, stage_of = self.config, self.plan.stage_of
         partition = config.pipeline.partition
@@ -199,19 +196,14 @@ class Job:
             chunks, tied = assign_units(model, counts, stage_of)
         if size := layers.memory.segment:
             chunks = with_recomputation(chunks, size)
-        return Chunks(model, chunks, tied, forward_only(model))
-
-    def checked(self, layers: LayerFactory, cut: Chunks) -> Chunks:
-        """Return a model as `cut` made it; ConfigError if it does not fit configuration and hosts."""
-        config = self.config
-        check_units(cut.model, layers, config.data.attend, config.layout.cp)
+        check_units(model, layers, config.data.attend, config.layout.cp)
         if config.optimizer.groups:
-            names = [unit.full_name(p) for unit in cut.model for p in unit.layer.parameters()]
+            names = [unit.full_name(p) for unit in model for p in unit.layer.parameters()]
             check_groups(config.optimizer, names)
         algorithms = config.replication.algorithm, config.layout.algorithm
         if {*algorithms} != {"auto"}:
-            check_hosts(self.axes, self.hosts, *algorithms, cut.tied)
-        return cut
+            check_hosts(self.axes, self.hosts, *algorithms, tied)
+        return Chunks(model, chunks, tied, forward_only(model))
 
     def with_micro_batches(self, micro_batches: int) -> Job | None:
         """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
@@ -230,7 +222,9 @@ class Job:
 SEES_GPU = "it sees a GPU."
 """The reason for which a rank compiles no passes for `device.kind=auto`."""
 FILES = "data source and checkpoint"
-"""The subject of an error about ranks whose facts, as of `facts_of`, differ."""
+"""The subject of an error about ranks whose `Job.facts` differ."""
+OF_RUN = ("folder", "has_run", "saved", "changed", "largest", "scaling")
+"""The fields of a job that its run directory tells."""
 
 
 def agree_on(
@@ -240,6 +234,8 @@ def agree_on(
     opened: Callable[[Job], Job] = lambda job: job,
 ) -> Job:
     """Agree on a configuration, and resolve its automatic values; collective, in one gather.
+
+    Each rank resolves them as if all had its machine. If a rank has another one, all resolve them again.
 
     configured  returns this rank's configuration
     look        returns what the run directory tells, as JSON; that of rank 0 counts. These are fields of
@@ -251,96 +247,84 @@ def agree_on(
                 differ, or if they do not fit ranks, hosts or a rank's device
     """
     hosts = transport.hosts
-    configs: list[Config] = []
-    jobs: list[Job] = []
+    own: list[tuple[Config, Job]] = []
 
-    def record() -> list[Any]:
-        configs.append(config := configured())
-        found = look(config)
-        gpu, lacks = machine = machine_of(config)
+    def resolved() -> list[Any]:
+        config = configured()
+        found, (gpu, lacks) = found_here(config) | look(config), machine_of(config)
+        keys = device_keys(config, [gpu], [lacks])
         try:
-            job = resolve_here(config, hosts, machine)
+            job = resolve_here(config, hosts, keys)
         except ConfigError:
             if config.device.kind != "auto" or not gpu.seen:
                 raise
             # The others may see no GPU, and the kind is then cpu; else all resolve cuda below.
-            job = resolve_here(config.changed({"device.kind": "cpu"}), hosts, machine)
-        validation, today = beside_source(config), date.today().isoformat()
-        new = opened(with_data_found(job, {}, validation, today))
-        if new.source is not None:
-            job = new
-        jobs.append(job)
-        return [
-            config.flat(),
-            gpu,
-            uuid4().hex,
-            found,
-            lacks,
-            (process.processor().label, process.blas_kernels()),
-            [job.config.device.kind, job.config.device.passes, validation, today],
-            facts_of(job),
-        ]
+            keys = device_keys(config, [Gpu()], [lacks])
+            job = resolve_here(config, hosts, keys)
+        new = opened(with_data_found(job, found))
+        own.append((config, new if new.source is not None else job))
+        assumed = [*keys.values(), found["beside"], found["today"]]
+        products = process.processor().label, process.blas_kernels()
+        return [config.flat(), gpu, lacks, products, found, assumed, own[0][1].facts]
 
-    everyone = from_all_ranks(transport, record)
-    flats, seen, runs, places, reasons, products, assumed, facts = zip(*everyone, strict=True)
+    everyone = from_all_ranks(transport, resolved)
+    flats, seen, reasons, products, told, assumed, facts = zip(*everyone, strict=True)
     check_same("configuration", flats, hosts)
-    check_same(FILES, facts, hosts)
-    (config,), (job,), found = configs, jobs, places[0]
-    passes_then = found.pop("passes", "auto")
+    (config, job), found, gpus = *own, told[0], [Gpu(*gpu) for gpu in seen]
     if transport.rank == 0:
         if len({*map(tuple, products)}) > 1:
             _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})
-        if passes_then == "auto" and any(reasons):
+        if found.get("passes", "auto") == "auto" and any(reasons):
             say_why_numpy(reasons, hosts)
-    gpus = [Gpu(*gpu) for gpu in seen]
-    kind: str = config.device.kind
-    passes: str = config.device.passes
-    if kind == "auto":
-        kind = "cuda" if all(gpu.seen for gpu in gpus) else "cpu"
-    if (kind, passes) == ("cpu", "auto"):
-        passes = passes_then
-        if passes == "auto":
-            passes = "numpy" if any(reasons) else "compiled"
-    resolved = [kind, passes, *assumed[0][2:]]
-    if any(each != resolved for each in assumed):  # A rank has assumed what the others do not.
-        device = {"device.kind": kind, "device.passes": passes}
-        job = on_all_ranks(transport, lambda: resolve_here(config.changed(device), hosts))
+    keys = device_keys(config, gpus, reasons, found.get("passes", "auto"))
+    if all(each == [*keys.values(), found["beside"], found["today"]] for each in assumed):
+        check_same(FILES, facts, hosts)
+    else:  # A rank has assumed what the others do not.
+        again = partial(resolve_here, config, hosts, keys)
+        job = on_all_ranks(transport, again, FILES, lambda job: job.facts)
     if job.source is None:
-        job = with_data_found(job, found, *assumed[0][2:])
-    gpus *= kind == "cuda"
-    step, samples = found.pop("progress", (0, 0))
-    done = Done(step, samples, runs[0])
-    fields = {key: found[key] for key in found if key not in ("named", "day")}
-    job = replace(job, gpus=gpus, done=done, **fields)
+        job = with_data_found(job, found)
+    step, samples = found.get("progress", (0, 0))
+    job = replace(
+        job,
+        gpus=gpus * (keys["device.kind"] == "cuda"),
+        done=Done(step, samples, found["run"]),
+        **{key: found[key] for key in OF_RUN if key in found},
+    )
     if transport.rank == 0:
         if config.memory.recompute != job.config.memory.recompute:
             say(
                 "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
                 "unit saves more."
             )
-        if gpus:
+        if job.gpus:
             _say_who_shares(gpus, hosts)
     return job
 
 
-def with_data_found(job: Job, found: dict[str, Any], validation: str, today: str) -> Job:
+def found_here(config: Config) -> dict[str, Any]:
+    """Return what a rank finds where it starts, unless a run says otherwise; that of rank 0 counts.
+
+    run     an identity for a new run
+    today   the day, for a template
+    beside  the file of held-out rows beside data.source, or ""
+    """
+    source = config.data.source
+    held_out = beside(source) if source_kind(source).is_token_file else ""
+    return {"run": uuid4().hex, "today": date.today().isoformat(), "beside": held_out}
+
+
+def with_data_found(job: Job, found: dict[str, Any]) -> Job:
     """Return the job with the keys of [data] that its run, a file or the day determine.
 
-    found       from `look` of `agree_on`
-    validation  the default of data.validation, from `beside_source`
+    found  from `found_here`, and from `look` of `agree_on`
     """
     data, named = job.config.data, {"validation": "", **found.get("named", {})}
     values = {f"data.{key}": getattr(data, key) or then for key, then in named.items()}
-    values["data.validation"] = values["data.validation"] or validation
+    values["data.validation"] = values["data.validation"] or found["beside"]
     if data.template:
-        values["data.template"] = with_day(data.template, found.get("day") or today)
+        values["data.template"] = with_day(data.template, found.get("day") or found["today"])
     return replace(job, config=job.config.changed(values))
-
-
-def beside_source(config: Config) -> str:
-    """Return the file of held-out rows beside data.source, or "" if there is none."""
-    source = config.data.source
-    return beside(source) if source_kind(source).is_token_file else ""
 
 
 def machine_of(config: Config) -> tuple[Gpu, str]:
@@ -359,13 +343,23 @@ def machine_of(config: Config) -> tuple[Gpu, str]:
     return gpu, compiled.lacks(config.precision.stored)
 
 
-def facts_of(job: Job) -> dict[str, Any]:
-    """Return facts of a configuration's files and data, in which all ranks must agree."""
-    return {
-        **job.facts,
-        "replication.tuning": crc32(repr(job.tuning).encode()),
-        "pipeline.schedule": crc32(repr(job.plan).encode()),
-    }
+def device_keys(
+    config: Config, gpus: Sequence[Gpu], reasons: Sequence[str], passes_then: str = "auto"
+) -> dict[str, str]:
+    """Return device.kind and device.passes without auto.
+
+    gpus, reasons  of ranks, as of `machine_of`
+    passes_then    device.passes of the run to resume
+    """
+    kind: str = config.device.kind
+    passes: str = config.device.passes
+    if kind == "auto":
+        kind = "cuda" if all(gpu.seen for gpu in gpus) else "cpu"
+    if (kind, passes) == ("cpu", "auto"):
+        passes = passes_then
+        if passes == "auto":
+            passes = "numpy" if any(reasons) else "compiled"
+    return {"device.kind": kind, "device.passes": passes}
 
 
 def _say_that_kernels_differ(products: set[tuple[str, str, str]]) -> None:
@@ -394,37 +388,33 @@ def say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
         )
 
 
-def resolve_here(
-    config: Config, hosts: Sequence[str], machine: tuple[Gpu, str] | None = None
-) -> Job:
+def resolve_here(config: Config, hosts: Sequence[str], keys: dict[str, str] | None = None) -> Job:
     """Resolve a configuration on this rank; `agree_on` does so on all ranks together.
 
-    hosts    host of every rank, by rank
-    machine  as `machine_of` returns it; None: it is called
-    raises   ConfigError if it does not fit the ranks, hosts or this rank's device
+    hosts   host of every rank, by rank
+    keys    from `device_keys`; None: as if all ranks had the machine of this one
+    raises  ConfigError if it does not fit the ranks, hosts or this rank's device
     """
     if not config.is_checked:
         check(config)
-    kind, passes = config.device.kind, config.device.passes
-    gpu, lacks = machine or machine_of(config)
-    if kind == "auto":
-        kind = "cuda" if gpu.seen else "cpu"
-        check_each(of_device(config := config.changed({"device.kind": kind})))
-    if (kind, passes) == ("cpu", "auto"):
-        passes = "numpy" if lacks else "compiled"
-        config = config.changed({"device.passes": passes})
-    check_each(of_optimizer(config))
+    is_auto = config.device.kind == "auto"
+    if keys is None:
+        gpu, lacks = machine_of(config)
+        keys = device_keys(config, [gpu], [lacks])
+    config = config.changed(keys)
+    if is_auto:
+        check_each(of_device(config))
     config = with_hyper_parameters(config)
     sizes = axes(config, len(hosts))
     divisor(sizes, hosts, config.replication.shard)  # raises an error
     plan = _planned(config, sizes)
     device = device_for(
-        kind,
+        config.device.kind,
         config.device.gemm,
         config.device.tiles,
         compute=config.precision.compute,
         attention=config.memory.attention,
-        passes=passes,
+        passes=config.device.passes,
         tensor_cores=config.device.tensor_cores,
     )
     config = config.changed({"batch.micro_batches": plan.micro_batches})
@@ -438,8 +428,11 @@ def resolve_here(
     parse_wire(config.replication.wire)  # raises an error
     file = config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
-    gpus = [gpu] * len(hosts) * (kind == "cuda")
-    return Job(config, sizes, hosts, plan, tuning, gpus, device)
+    facts = {
+        "replication.tuning": crc32(repr(tuning).encode()),
+        "pipeline.schedule": crc32(repr(plan).encode()),
+    }
+    return Job(config, sizes, hosts, plan, tuning, (), device, facts=facts)
 
 
 def with_hyper_parameters(config: Config) -> Config:

@@ -334,7 +334,7 @@ class Trainer:
         cut = (
             job.cut(layers)
             if units is None and job.source is not None
-            else on_all_ranks(self.transport, lambda: job.checked(layers, job.cut(layers, units)))
+            else on_all_ranks(self.transport, lambda: job.cut(layers, units))
         )
         model, chunks, tied, _ = cut
         self._made_from, self._chunks = units, chunks

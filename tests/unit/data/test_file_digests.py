@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpitrain.config import Data
 from mpitrain.data import file_digests
 from mpitrain.data.token_files import BLOCK, BLOCKS
 
@@ -29,7 +30,7 @@ def flipped(path, at):
 def test_every_file_of_a_source_is_compared(name, files, tmp_path):
     for number, file in enumerate([*files, "other"]):
         (tmp_path / file).write_bytes(bytes([number]) * 100)
-    sources = [name.format(tmp_path)]
+    sources = Data(source=name.format(tmp_path))
     first = file_digests(sources)
     assert {*first} == {str(tmp_path / file) for file in files}
     for file in files:
@@ -51,16 +52,16 @@ def test_every_file_of_a_source_is_compared(name, files, tmp_path):
 def test_a_byte_of_a_small_file_and_of_the_ends_of_a_large_one_changes_its_digest(
     size, seen, tmp_path
 ):
-    path, name = tmp_path / "data", f"text:{tmp_path}/data"
+    path, section = tmp_path / "data", Data(source=f"text:{tmp_path}/data")
     path.write_bytes(bytes(size))
-    digests = {file_digests([name])[str(path)]}
+    digests = {file_digests(section)[str(path)]}
     for at in seen:
         flipped(path, at)
-        digests |= {file_digests([name])[str(path)]}
+        digests |= {file_digests(section)[str(path)]}
     path.write_bytes(bytes(size + 1))
-    digests |= {file_digests([name])[str(path)]}
+    digests |= {file_digests(section)[str(path)]}
     assert len(digests) == len(seen) + 2
     if size == 5 * WHOLE + 17:  # A byte between two blocks is not seen, as the page says.
-        before = file_digests([name])
+        before = file_digests(section)
         flipped(path, BLOCK)
-        assert file_digests([name]) == before
+        assert file_digests(section) == before
