@@ -270,7 +270,8 @@ def agree_on(
     everyone = from_all_ranks(transport, resolved)
     flats, seen, reasons, products, told, assumed, facts = zip(*everyone, strict=True)
     check_same("configuration", flats, hosts)
-    (config, job), found, gpus = *own, told[0], [Gpu(*gpu) for gpu in seen]
+    ((config, job),), found = own, told[0]
+    gpus = [Gpu(*gpu) for gpu in seen]
     if transport.rank == 0:
         if len({*map(tuple, products)}) > 1:
             _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from mpitrain.run import build, utilisation
+from mpitrain.run import utilisation
+from mpitrain.run.count import step
 from tests.runs import TEXT, TINY
 
 
@@ -28,7 +29,7 @@ def uncounted(request, monkeypatch):
     Those of tests that are marked `counted` do, on kernels or with a limit of memory.
     """
     if not request.node.get_closest_marker("counted"):
-        monkeypatch.setattr(build, "_counted", lambda job, *_: job)
+        monkeypatch.setattr(step, "check_activations", lambda job, *_: job.counts)
         monkeypatch.setattr(utilisation, "gemm_peak", lambda *_: None)
 
 
