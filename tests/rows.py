@@ -31,8 +31,8 @@ def tables():
     for path in sorted(root.rglob("*.py")):
         for name in re.findall(r"^(\w+): Table\[", path.read_text(), re.MULTILINE):
             module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-            module = module.removesuffix(".__init__")
-            package_tables[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
+            imported = importlib.import_module(module.removesuffix(".__init__"))
+            package_tables[f"{module}.{name}"] = getattr(imported, name)
     return package_tables
 
 
