@@ -157,13 +157,29 @@ class Leased(NamedTuple):
     location: Any
 
 
-LeaseSize = tuple[int, int, list[Leased], Any, Maker]
-"""The properties that all leases of one shape and dtype have in common.
+class LeaseSizes(dict[Any, Any]):
+    """A cache {(shape, dtype): the properties that all leases of these have in common}.
 
-First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
-buffers of this size class follow, then the results of `ArenaMemory.maker`. It is a plain tuple,
-because Python unpacks a NamedTuple more slowly.
-"""
+    First come the bytes that a lease counts, and the bytes of the buffer that serves it. The free
+    buffers of this size class follow, then the results of `ArenaMemory.maker`. It is a plain tuple,
+    because Python unpacks a NamedTuple more slowly.
+
+    free  the free buffers of each size class
+    """
+
+    def __init__(self, memory: ArenaMemory):
+        self._memory = memory
+        self.free: dict[int, list[Leased]] = {}
+
+    def __missing__(self, key: tuple[tuple[int, ...], Any]) -> tuple[Any, ...]:
+        if len(self) >= SHAPES:
+            self.clear()
+        shape, dtype = key[0], np.dtype(key[1])
+        nbytes = padded(math.prod(shape) * dtype.itemsize)
+        size = size_class(nbytes)
+        free = self.free.setdefault(size, [])
+        self[key] = properties = nbytes, size, free, *self._memory.maker(shape, dtype)
+        return properties
 
 
 class Arena:
@@ -178,18 +194,17 @@ class Arena:
     def __init__(self, memory: ArenaMemory | None = None) -> None:
         self.live = self.peak = self.held = self.allocations = self.released = 0
         self._memory = memory or HostMemory()
-        self._free: dict[int, list[Leased]] = {}  # The free buffers of each size class.
         # A step leases the same shapes in each micro-batch, so their sizes are computed once.
-        self._sizes: dict[tuple[tuple[int, ...], Any], LeaseSize] = {}
+        self._sizes = LeaseSizes(self._memory)
 
     @property
     def free(self) -> tuple[int, ...]:
         """The numbers of the free buffers, in the order that leases take them from."""
-        return tuple(leased.number for free in self._free.values() for leased in free)
+        return tuple(leased.number for free in self._sizes.free.values() for leased in free)
 
     def rewind(self) -> None:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
-        for free in self._free.values():
+        for free in self._sizes.free.values():
             free.sort(key=attrgetter("number"), reverse=True)
 
     def release(self) -> int:
@@ -206,13 +221,13 @@ class Arena:
         return nbytes
 
     def _dropped(self) -> int:
-        every = [(size, leased) for size, free in self._free.items() for leased in free]
+        every = [(size, leased) for size, free in self._sizes.free.items() for leased in free]
         idle = self._memory.idle([leased.buffer for _, leased in every])
         nbytes = 0
         for (size, leased), is_idle in zip(every, idle, strict=True):
             if is_idle:
                 # Leases refer to this list, and a thread may end one meanwhile.
-                self._free[size].remove(leased)
+                self._sizes.free[size].remove(leased)
                 nbytes += size
         return nbytes
 
@@ -221,12 +236,7 @@ class Arena:
 
         Its buffer returns when the array and all its views have died.
         """
-        try:
-            nbytes, size, free, described, make = self._sizes[shape, dtype]
-        except (KeyError, TypeError):
-            # The lease is the first of its shape, or the shape is a list.
-            shape = tuple(shape)
-            nbytes, size, free, described, make = self._size(shape, dtype)
+        nbytes, size, free, described, make = self._sizes[shape, dtype]
         leased = free.pop() if free else self._allocated(size)
         self.live = live = self.live + nbytes
         if live > self.peak:
@@ -248,28 +258,11 @@ class Arena:
         """
         self.live += buffer.nbytes
         self.peak = max(self.peak, self.live)
-        *_, described, make = self._size(tuple(shape), dtype)
+        *_, described, make = self._sizes[shape, dtype]
         lease = Lease()
         lease.state = self, buffer.nbytes, leased, free
         lease.__array_struct__ = described[self._memory.location(buffer)]
         return make(lease)
-
-    def _size(self, shape: tuple[int, ...], dtype: Any) -> LeaseSize:
-        if properties := self._sizes.get((shape, dtype)):
-            return properties
-        if len(self._sizes) >= SHAPES:
-            self._sizes.clear()
-        exact = np.dtype(dtype)
-        nbytes = padded(math.prod(shape) * exact.itemsize)
-        size = size_class(nbytes)
-        free = self._free.setdefault(size, [])
-        self._sizes[shape, dtype] = properties = (
-            nbytes,
-            size,
-            free,
-            *self._memory.maker(shape, exact),
-        )
-        return properties
 
     def _allocated(self, size: int) -> Leased:
         self.allocations += 1

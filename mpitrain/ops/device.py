@@ -20,7 +20,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Arena, Backend, HostBackend, SimulatorBackend
 from mpitrain.machine.process import KINDS, Kind
 from mpitrain.ops import OPERATIONS, Operation, Ops
-from mpitrain.ops.host.attention import forwards
+from mpitrain.ops.host import attention as host_attention
+from mpitrain.ops.host import layers
+from mpitrain.ops.host.passes import by_numpy
 from mpitrain.ops.host.product import row_blocks
 from mpitrain.ops.table import operands
 
@@ -239,18 +241,22 @@ def host_ops(attention: str = "auto", passes: str = "numpy") -> Ops:
     passes     as device.passes
     raises     ConfigError or KernelError if this machine cannot compile the passes
     """
-    chosen: dict[str, Callable[..., Any]] = {}
+    passes_of = by_numpy
     if passes == "compiled":
         from mpitrain.ops.host import compiled
 
-        chosen |= compiled.bodies(attention)
-    else:
-        chosen |= forwards(attention)._asdict()
-    return _each(
-        lambda name, row: (
-            chosen.get(name) or row.host or _of_file("host", name, row) or row.reference
-        )
-    )
+        compiled.library(np.dtype("float32"))
+        passes_of = compiled.by_library
+
+    def bound(name: str, row: Operation) -> Callable[..., Any]:
+        body = row.host or _of_file("host", name, row) or row.reference
+        if body in layers.WITH_PASSES:
+            return partial(body, passes_of)
+        if body in host_attention.WITH_PASSES:
+            return partial(body, passes_of, attention)
+        return body
+
+    return _each(bound)
 
 
 def cuda_ops(

@@ -11,16 +11,16 @@ cache has room for. A block has Q queries; its last query sees K keys.
 """
 
 import math
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.ops.host import attention_tiled
-from mpitrain.ops.host.product import SAFE, causal_mask, constant, rounds, split_heads
+from mpitrain.ops.host.bounds import Bounds
+from mpitrain.ops.host.passes import NUMPY, by_numpy, hide_others
+from mpitrain.ops.host.product import SAFE, rounds, split_heads
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.reference.attention import CAUSAL, Bounds, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Seen
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512
@@ -32,130 +32,133 @@ class QueryBlock(NamedTuple):
     """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
 
     exp: (B, G, R, Q, K); inverse: (B, G, R, Q, 1)
-    masked  number of the last keys that only some of the queries see
     """
 
     rows: slice
-    masked: int
     exp: np.ndarray
     inverse: np.ndarray
 
 
 class WholeState(NamedTuple):
-    """The state for the backward: q (B, T, H D), kv (B, T, 2 G D), and every block of queries.
+    """The state for the backward, with every block of queries.
 
+    q       view (G, B, R, T, D)
+    kv      views (2, B, G, T, D)
     drop    masks of dropout, or None
     seen    which keys the queries see
-    bounds  of these keys
-    passes  `PASSES`, or those in C++
+    bounds  of these keys; None: there is the causal mask alone
+    passes  `NUMPY` of passes.py, or those in C++
     """
 
     q: np.ndarray
     kv: np.ndarray
-    heads: int
     blocks: list[QueryBlock]
     drop: AttentionMask | None
     seen: Seen
-    bounds: Bounds
+    bounds: Bounds | None
     passes: Any
 
+    def parts(self, sequence, blocks, scratch):
+        """Yield of each block of a sequence: its rows, the keys that some of these queries see, their
+        bounds, the exponentials and 1 / row sums, and the masks of dropout in `scratch`, or None.
+        """
+        for rows, every_exp, inverse in blocks:
+            exp, keys = every_exp[sequence], slice(0, every_exp.shape[4])
+            seen: Any = (None, None)
+            masks = _masks(self.drop, sequence, rows, exp, scratch) if self.drop else None
+            if self.bounds:
+                keys, seen = self.bounds.keys_of(sequence, rows, stop=keys.stop)
+                exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
+            yield rows, keys, seen, exp, inverse[sequence], masks
+
     def backward(self, dy, dq, dkv, arena):
-        q, kv, heads, blocks, drop, visible, bounds, passes = self
-        (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
-        width = columns // heads
-        scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
-        each, last = heads // groups, min(total, QUERIES)
-        flat_ds, flat_scaled = arena.take((2, heads * last * width), dtype)
-        part = arena.take((groups, length, width), dtype)
-        every_dot = arena.take((groups, each, last, 1), dtype)
-        dscores = [arena.take(block.exp.shape[1:], dtype) for block in blocks]
-        scratch = _scratch(blocks, arena) if drop else None
-        queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
-        every_dq, (every_dk, every_dv) = split_heads(dq, groups, each), split_heads(dkv, 2, groups)
-        every_d = split_heads(dy, groups, each)
-        seen = blocks[-1].exp.shape[4] if blocks else 0
-        backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
-        for sequence in rounds(range(batch), q):
-            own_q, d, own_dq = queries[:, sequence], every_d[:, sequence], every_dq[:, sequence]
-            k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
-            dk, dv = every_dk[sequence], every_dv[sequence]
-            if seen < length:
-                dk[:, seen:] = dv[:, seen:] = 0
-            for (rows, _, every_exp, every_inverse), dscore in backwards:
-                exp, inverse = every_exp[sequence], every_inverse[sequence]
-                keys, _ = bounds.keys_of(sequence, rows, stop=exp.shape[3])
-                is_last, count = rows.stop == total, exp.shape[2]
-                masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-                exp, dscore = exp[..., keys], dscore[..., keys]
-                masks = masks if masks is None else masks[..., keys]
+        (groups, batch, each, total, width), length = self.q.shape, self.kv.shape[3]
+        scale = self.seen.scale or width**-0.5
+        rows_of_a_block = groups * each * min(total, QUERIES)
+        every_ds, every_scaled = arena.take((2, rows_of_a_block * width), dy.dtype)
+        part = arena.take((groups, length, width), dy.dtype)
+        dscores = [arena.take(block.exp.shape[1:], dy.dtype) for block in self.blocks]
+        scratch = _scratch(self.blocks, arena) if self.drop else None
+        every_d, every_dq = split_heads(dy, groups, each), split_heads(dq, groups, each)
+        every_dkv = split_heads(dkv, 2, groups)
+        seen = self.blocks[-1].exp.shape[4] if self.blocks else 0
+        for sequence in rounds(range(batch), dy):
+            k, v = self.kv[:, sequence, :, None]
+            dk, dv = every_dkv[:, sequence]
+            dk[:, seen:] = dv[:, seen:] = 0
+            parts = self.parts(sequence, reversed(self.blocks), scratch)
+            for dscore, part_of in zip(reversed(dscores), parts, strict=True):
+                rows, keys, _, exp, inverse, masks = part_of
+                dscore, is_last = dscore[..., keys], rows.stop == total
                 if is_last:
                     dk[:, : keys.start] = dv[:, : keys.start] = 0
                 # Groups must be contiguous: the products for keys and values join their queries.
-                size, shape = heads * count * width, (groups, each, count, width)
-                ds, scaled = flat_ds[:size].reshape(shape), flat_scaled[:size].reshape(shape)
-                dot = every_dot[:, :, :count]
+                shape = *exp.shape[:3], width
+                ds, scaled = (
+                    flat[: math.prod(shape)].reshape(shape) for flat in (every_ds, every_scaled)
+                )
                 # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
-                np.multiply(d[:, :, rows], inverse, out=ds)
+                np.multiply(every_d[:, sequence, :, rows], inverse, out=ds)
                 np.multiply(ds, scale, out=scaled)
                 np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
-                passes.scores_backward(exp, inverse, dscore, masks, dot)
+                self.passes.block_backward(exp, inverse, dscore, masks)
                 _write_or_add(exp if masks is None else masks, ds, dv[:, keys], is_last, part)
-                np.matmul(dscore, k[:, :, keys], out=own_dq[:, :, rows])
-                block_q = own_q[:, :, rows]
+                np.matmul(dscore, k[:, :, keys], out=every_dq[:, sequence, :, rows])
+                q = self.q[:, sequence, :, rows]
                 if each > 1:
-                    np.copyto(scaled, block_q)
-                    block_q = scaled
-                _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
+                    np.copyto(scaled, q)
+                    q = scaled
+                _write_or_add(dscore, q, dk[:, keys], is_last, part)
 
 
-@np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
-def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
-    passes, bounds, offset = passes or PASSES, Bounds.of(visible, *q.shape[:2]), visible.offset
-    (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
+@np.errstate(over="ignore", divide="ignore")  # The row sums show an overflow of an exponential.
+def attended(q, kv, heads, drop, arena, seen=CAUSAL, passes_of=by_numpy):
+    (batch, count, columns), length = q.shape, kv.shape[1]
     width = columns // heads
-    scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
-    each = heads // groups
-    y = arena.take(q.shape, dtype)
-    blocks = []
+    groups = kv.shape[2] // (2 * width)
+    y, blocks = arena.take(q.shape, q.dtype), []
     for start in range(0, count, QUERIES):
         stop = min(start + QUERIES, count)
-        seen = min(stop + offset, length)
-        exp = arena.take((batch, groups, each, stop - start, seen), dtype)
-        inverse = arena.take((*exp.shape[:4], 1), dtype)
-        masked = max(0, seen - start - offset)
-        blocks.append(QueryBlock(slice(start, stop), masked, exp, inverse))
-    last = min(count, QUERIES)
-    mask = causal_mask(last, dtype)
-    ones = constant(length, 1, dtype)
-    every_scaled = arena.take((groups, each, last, width), dtype)
+        shape = batch, groups, heads // groups, stop - start
+        exp = arena.take((*shape, min(stop + seen.offset, length)), q.dtype)
+        blocks.append(QueryBlock(slice(start, stop), exp, arena.take((*shape, 1), q.dtype)))
     scratch = _scratch(blocks, arena) if drop else None
-    queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
-    results = split_heads(y, groups, each)
+    every_scaled = arena.take((groups, heads // groups, min(count, QUERIES), width), q.dtype)
+    queries, out = split_heads(q, groups, heads // groups), split_heads(y, groups, heads // groups)
+    scale = seen.scale or width**-0.5
+    bounds = Bounds.of(seen, batch, count) if seen.window or seen.starts is not None else None
+    every_kv, passes = split_heads(kv, 2, groups), passes_of(y)
+    state = WholeState(queries, every_kv, blocks, drop, seen, bounds, passes)
     for sequence in rounds(range(batch), q):
-        own_q, out = queries[:, sequence], results[:, sequence]
-        k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
-        for rows, masked, every_exp, every_inverse in blocks:
-            exp, inverse = every_exp[sequence], every_inverse[sequence]
-            masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            keys, seen = bounds.keys_of(sequence, rows, stop=exp.shape[3])
-            exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
-            scaled = np.multiply(own_q[:, :, rows], scale, out=every_scaled[:, :, : exp.shape[2]])
-            passes.exponentials(
-                scaled,
-                k[:, :, keys],
-                mask,
-                max(0, masked - every_exp.shape[4] + keys.stop),
-                ones[keys],
-                exp,
-                inverse,
-                seen,
-            )
+        k, v = every_kv[:, sequence, :, None]
+        for rows, keys, (starts, ends), exp, inverse, masks in state.parts(
+            sequence, blocks, scratch
+        ):
+            scaled, own_k = every_scaled[:, :, : exp.shape[2]], k[:, :, keys].swapaxes(2, 3)
+            np.multiply(queries[:, sequence, :, rows], scale, out=scaled)
+            np.matmul(scaled, own_k, out=exp)
+            end = rows.start + seen.offset + 1 - keys.start
+            if not passes.weigh_block(end, *SAFE, starts, ends, exp, inverse):
+                np.matmul(scaled, own_k, out=exp)
+                _weigh_shifted(end, starts, ends, exp, inverse)
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
-            np.multiply(np.matmul(exp, v[:, :, keys], out=scaled), inverse, out=out[:, :, rows])
-    return y, WholeState(q, kv, heads, blocks, drop, visible, bounds, passes)
+            np.matmul(exp, v[:, :, keys], out=scaled)
+            np.multiply(scaled, inverse, out=out[:, sequence, :, rows])
+    return y, state
+
+
+def _weigh_shifted(end, starts, ends, exp, inverse):
+    """Replace scores by exponentials of which the largest of a row is 1, and write 1 / row sum.
+
+    A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row maximum
+    as for the exponentials. So scores are shifted only where overflow or underflow requires it.
+    """
+    hide_others(end, starts, ends, exp)
+    exp -= exp.max(axis=-1, keepdims=True)
+    NUMPY.weigh_block(end, *SAFE, starts, ends, exp, inverse)
 
 
 def _scratch(blocks, arena):
@@ -170,57 +173,6 @@ def _masks(drop, sequence, rows, exp, scratch):
     for head in rounds(range(len(masks)), masks):
         drop.fill(sequence, head, rows, slice(0, exp.shape[3]), masks[head])
     return masks.reshape(exp.shape)
-
-
-def exponentials(q, k, mask, masked, ones, exp, inverse, seen):
-    """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
-
-    A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
-    maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
-    or underflow requires it.
-
-    q        (G, R, Q, D), scaled
-    k        (G, 1, K, D)
-    mask     (Q or more, Q or more), -inf above the diagonal, for the last `masked` keys
-    ones     (K,)
-    exp      (G, R, Q, K)
-    inverse  (G, R, Q, 1)
-    seen     the columns that each query sees, of those that the mask leaves
-    """
-    diagonal, mask = exp[..., exp.shape[3] - masked :], mask[: q.shape[2], :masked]
-    np.matmul(q, k.swapaxes(2, 3), out=exp)
-    diagonal += mask
-    seen.hide_others(exp)
-    np.exp(exp, out=exp)
-    np.matmul(exp, ones, out=inverse[..., 0])
-    # A method of the array would call these through a function in Python.
-    least, most = np.minimum.reduce(inverse, None), np.maximum.reduce(inverse, None)
-    if not (SAFE[0] < least and most < SAFE[1]):
-        np.matmul(q, k.swapaxes(2, 3), out=exp)
-        diagonal += mask
-        seen.hide_others(exp)
-        exp -= exp.max(axis=-1, keepdims=True)
-        np.exp(exp, out=exp)
-        np.matmul(exp, ones, out=inverse[..., 0])
-    np.divide(1, inverse, out=inverse)
-
-
-def scores_backward(exp, inverse, dscore, masks, dot):
-    """Turn the gradient of the weights into that of the scores, in place.
-
-    masks  of dropout, or None; becomes the weights after dropout
-    exp, dscore, masks: (G, R, Q, K); inverse, dot: (G, R, Q, 1); dot is scratch
-    """
-    if masks is not None:
-        dscore *= masks
-        np.multiply(exp, masks, out=masks)
-    np.vecdot(exp, dscore, out=dot[..., 0])
-    dot *= inverse
-    dscore -= dot
-    dscore *= exp
-
-
-PASSES = SimpleNamespace(exponentials=exponentials, scores_backward=scores_backward)
 
 
 def _write_or_add(a, b, out, first, part):
@@ -312,42 +264,32 @@ def _attend(q, keys, values, firsts, out, arena, visible):
     np.divide(total.reshape(q.shape), sums.reshape(*q.shape[:4], 1), out=out)
 
 
-class Forwards(NamedTuple):
-    """The forward functions for one value of memory.attention, without and with dropout."""
-
-    attention: Callable[..., Any]
-    attention_dropout: Callable[..., Any]
-    attention_part: Callable[..., Any]
+def attention(passes_of, kind, q, kv, heads, arena, seen=CAUSAL):
+    return _body(kind, kv, seen)(q, kv, heads, None, arena, seen, passes_of)
 
 
-def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
-    """Return the forward functions for a value of memory.attention.
-
-    tiled, whole  the passes of the bodies; None: NumPy's
-    """
-
-    def attend(q, kv, heads, masks, arena, seen):
-        is_long = attention == "auto" and kv.shape[1] >= TILED_FROM
-        if attention == "tiled" or is_long or seen.cap:  # Saved exponentials have none.
-            return attention_tiled.attended(q, kv, heads, masks, arena, seen, tiled)
-        return attended(q, kv, heads, masks, arena, seen, whole)
-
-    def attention_without(q, kv, heads, arena, seen=CAUSAL):
-        return attend(q, kv, heads, None, arena, seen)
-
-    def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL):
-        masks = AttentionMask(key, step, first, every, rate, q.shape[1])
-        return attend(q, kv, heads, masks, arena, seen)
-
-    def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
-        y, state = attention_tiled.attended(q, kv, heads, None, arena, seen, tiled)
-        if earlier is None:
-            return y, state
-        attention_tiled.join(earlier, state, arena)
-        return earlier.y, earlier
-
-    return Forwards(attention_without, attention_dropout, attention_part)
+def attention_dropout(
+    passes_of, kind, q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL
+):
+    drop = AttentionMask(key, step, first, every, rate, q.shape[1])
+    return _body(kind, kv, seen)(q, kv, heads, drop, arena, seen, passes_of)
 
 
-attention, attention_dropout, attention_part = forwards("auto")
+def _body(kind, kv, seen):
+    """Return the function that computes such an attention.    kind: as memory.attention"""
+    is_long = kind == "auto" and kv.shape[1] >= TILED_FROM
+    is_tiled = kind == "tiled" or is_long or seen.cap  # Saved exponentials have no soft-cap.
+    return attention_tiled.attended if is_tiled else attended
+
+
+def attention_part(passes_of, kind, q, kv, heads, arena, seen=CAUSAL, earlier=None):
+    y, state = attention_tiled.attended(q, kv, heads, None, arena, seen, passes_of)
+    if earlier is None:
+        return y, state
+    attention_tiled.join(earlier, state, arena)
+    return earlier.y, earlier
+
+
 attention_dropout_backward = attention_backward
+WITH_PASSES = attention, attention_dropout, attention_part
+"""The operations that take `passes_of` (passes.py) and memory.attention first."""

@@ -14,23 +14,15 @@ Q queries and K keys.
 """
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.product import (
-    SAFE,
-    TileLimits,
-    causal_mask,
-    constant,
-    rounds,
-    split_heads,
-    take_columns,
-    tile_for,
-)
+from mpitrain.ops.host.bounds import Bounds
+from mpitrain.ops.host.passes import by_numpy, hide_others
+from mpitrain.ops.host.product import SAFE, TileLimits, rounds, split_heads, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.reference.attention import CAUSAL, Bounds, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Seen
 
 
 class TiledState(NamedTuple):
@@ -38,7 +30,7 @@ class TiledState(NamedTuple):
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); log_sums: (B, H, T); drop: masks of dropout, or None
     seen    which keys the queries see
-    passes  `PASSES`, or those in C++
+    passes  `NUMPY` of passes.py, or those in C++
     """
 
     q: np.ndarray
@@ -79,8 +71,6 @@ class ForwardTile(NamedTuple):
     """Views of one tile of the forward.
 
     q: (Q, D + 1); kt: (D + 1, K); v: (K, D); scores: (Q, K); sums: (Q,); out, part: (Q, D)
-    masked, mask  the columns of the scores from the diagonal on, and 0 or -inf for each
-    ones          (K,)
     is_first      whether this tile has the first keys of its queries
     rows, keys    the queries and keys of this tile
     dropped          (Q, K): the weights after dropout; the scores if there is none
@@ -93,14 +83,10 @@ class ForwardTile(NamedTuple):
     kt: np.ndarray
     v: np.ndarray
     scores: np.ndarray
-    masked: np.ndarray
-    mask: np.ndarray
-    ones: np.ndarray
     is_first: bool
     out: np.ndarray
     part: np.ndarray
     sums: np.ndarray
-    part_sums: np.ndarray
     rows: slice
     keys: slice
     dropped: np.ndarray
@@ -111,14 +97,10 @@ class ForwardTile(NamedTuple):
     def within(self, seen, is_first):
         """Return the tile without keys before or after those that its queries see."""
         some = seen.span(self.keys.stop - self.keys.start)
-        late = self.scores.shape[1] - self.masked.shape[1]  # The column of the diagonal.
         return self._replace(
             kt=self.kt[:, some],
             v=self.v[some],
             scores=self.scores[:, some],
-            masked=self.scores[:, late : some.stop],
-            mask=self.mask[:, : max(0, some.stop - late)],
-            ones=self.ones[some],
             is_first=is_first,
             keys=slice(self.keys.start + some.start, self.keys.start + some.stop),
             dropped=self.dropped[:, some],
@@ -127,14 +109,15 @@ class ForwardTile(NamedTuple):
         )
 
 
-def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=None):
-    passes, scale = passes or PASSES, visible.scale_of(queries.shape[2] // heads)
+def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes_of=by_numpy, tile=None):
+    scale = visible.scale_of(queries.shape[2] // heads)
     bounds = Bounds.of(visible, *queries.shape[:2])
     (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
     tile = tile or tile_for(width)
     y = arena.take(queries.shape, dtype)
+    passes = passes_of(y)
     log_sums = arena.take((batch, heads, count), dtype)
     q, kt = (
         arena.take((count, width + 1), dtype),
@@ -163,12 +146,12 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
                 v[...] = every_v[head * groups // heads]
             fill = partial(drop.fill, sequence, head) if drop else None
             with np.errstate(over="ignore", invalid="ignore"):
-                passes.sum_values(tiles, fill)
+                sum_values(tiles, fill, passes)
             if not (SAFE[0] < seen_sums.min(initial=1) and seen_sums.max(initial=1) < SAFE[1]):
                 # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
                 # the row maxima as for the exponentials. So only such a head has a shift.
                 np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
-                passes.sum_values(tiles, fill)
+                sum_values(tiles, fill, passes)
             np.divide(seen, seen_sums[:, None], out=every_y[head, some])
             np.log(seen_sums, out=seen_sums)
             np.subtract(seen_sums, q[some, width], out=log_sums[sequence, head, some])
@@ -180,34 +163,28 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, visible):
     length, dtype, offset = len(v), q.dtype, visible.offset
     short, long = min(tile.short, len(q)), min(tile.long, length)
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
-    part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
-    mask, tiles = causal_mask(short, dtype), []
+    tiles = []
     for first in rounds(range(0, len(q), short), q):
         rows = slice(first, min(first + short, len(q)))
-        count, seen, diagonal = rows.stop - first, min(rows.stop + offset, length), first + offset
+        count, seen = rows.stop - first, min(rows.stop + offset, length)
         for start in rounds(range(0, seen, long), q):
             keys = slice(start, min(start + long, seen))
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
-            late = max(diagonal, start)
             tiles.append(
                 ForwardTile(
                     q[rows],
                     kt[:, keys],
                     v[keys],
                     own,
-                    own[:, late - start :],
-                    mask[:count, late - diagonal : max(0, keys.stop - diagonal)],
-                    ones[: keys.stop - start],
                     start == 0,
                     out[rows],
                     part[:count],
                     sums[rows],
-                    part_sums[:count],
                     rows,
                     keys,
                     dropped[: own.size].reshape(own.shape),
-                    diagonal + 1 - start,
+                    first + offset + 1 - start,
                     visible.cap,
                 )
             )
@@ -237,25 +214,20 @@ def put_capped(scores, cap, slopes=None):
     np.multiply(scores, cap, out=scores)
 
 
-def sum_values(tiles, fill):
+def sum_values(tiles, fill, passes):
     """Fill the sums with the row sums of exp(scores), and out with exp(scores) v.
 
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
     """
     for t in tiles:
         put_scores(t, t.scores)
-        if t.mask.size:
-            np.add(t.masked, t.mask, out=t.masked)
-        t.seen.hide_others(t.scores)
-        np.exp(t.scores, out=t.scores)
         if fill:
             fill(t.rows, t.keys, t.dropped)
-            np.multiply(t.dropped, t.scores, out=t.dropped)
+        dropped = t.dropped if fill else None
+        passes.weigh_tile(t.end, t.is_first, *t.seen, t.scores, dropped, t.sums)
         if t.is_first:
-            np.matmul(t.scores, t.ones, out=t.sums)
             np.matmul(t.dropped, t.v, out=t.out)
         else:
-            np.add(t.sums, np.matmul(t.scores, t.ones, out=t.part_sums), out=t.sums)
             np.add(t.out, np.matmul(t.dropped, t.v, out=t.part), out=t.out)
 
 
@@ -264,9 +236,7 @@ def _row_maxima(tiles, maxima):
     maxima.fill(-np.inf)
     for t in tiles:
         put_scores(t, t.scores)
-        if t.mask.size:
-            np.add(t.masked, t.mask, out=t.masked)
-        t.seen.hide_others(t.scores)
+        hide_others(t.end, t.seen.starts, t.seen.ends, t.scores)
         np.maximum(t.sums, t.scores.max(1), out=t.sums)
     return maxima
 
@@ -276,7 +246,6 @@ class BackwardTile(NamedTuple):
 
     q, d: (Q, D + 1); kt, vt: (D + 1, K); k: (K, D); weights, dscores: (Q, K)
     only_q, only_d  without the additional channel: (Q, D)
-    masked, mask    the rows of the weights that see only some keys, and 0 or -inf for each element
     dq, part_q      (Q, D)
     dk, dv, part_k  (K, D)
     is_first        whether this tile has the first queries that see its keys
@@ -296,8 +265,6 @@ class BackwardTile(NamedTuple):
     k: np.ndarray
     weights: np.ndarray
     dscores: np.ndarray
-    masked: np.ndarray
-    mask: np.ndarray
     is_first: bool
     dq: np.ndarray
     part_q: np.ndarray
@@ -327,10 +294,10 @@ class BackwardTile(NamedTuple):
 
 
 BY_QUERY = (
-    *("q", "d", "only_q", "only_d", "weights", "dscores", "masked", "mask"),
+    *("q", "d", "only_q", "only_d", "weights", "dscores"),
     *("dq", "part_q", "dropped", "minus_dots", "slopes"),
 )
-"""The arrays of a tile with a row for each query, or for each of the first queries."""
+"""The arrays of a tile with a row for each query."""
 
 
 def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries, dkv, arena):
@@ -374,7 +341,8 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
                 kt[:width], vt[:width] = every_k[group].T, every_v[group].T
                 k[...] = every_k[group]
             dq.fill(0)
-            passes.add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
+            fill = partial(drop.fill, sequence, head) if drop else None
+            add_gradients(tiles, fill, passes)
             np.multiply(dq, scale, out=every_dq[head])
             if number == 0:
                 every_dk[group], every_dv[group] = dk, dv
@@ -391,7 +359,7 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
     dropped = arena.take((short * long,), dtype) if drops else weights
     slopes = arena.take((short * long,), dtype) if cap else weights
     part = arena.take((max(short, long), width), dtype)
-    mask, tiles = causal_mask(short, dtype), []
+    tiles = []
     for first in rounds(range(0, length, short), q):
         keys = slice(first, min(first + short, length))
         count = keys.stop - first
@@ -399,9 +367,6 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
             rows = slice(start, min(start + long, len(q)))
             shape, size = (rows.stop - start, count), (rows.stop - start) * count
             own = weights[:size].reshape(shape)
-            # Queries before the diagonal's end see only some keys.
-            above = start + offset - first
-            late = max(0, min(count - above, rows.stop - start))
             tiles.append(
                 BackwardTile(
                     q[rows],
@@ -413,8 +378,6 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
                     k[keys],
                     own,
                     dscores[:size].reshape(shape),
-                    own[:late],
-                    mask[above : above + late, :count],
                     start == max(0, first - offset),
                     dq[rows],
                     part[: rows.stop - start],
@@ -426,36 +389,25 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
                     dropped[:size].reshape(shape),
                     minus_dots[rows],
                     slopes[:size].reshape(shape),
-                    above + 1,
+                    start + offset + 1 - first,
                     cap,
                 )
             )
     return tiles
 
 
-def tile_backward(t, fill):
-    """Fill the tile's weights, those after dropout, and the gradient of its scores.
+def add_gradients(tiles, fill, passes):
+    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv.
 
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
     """
-    put_scores(t, t.weights, t.slopes)
-    if t.mask.size:
-        np.add(t.masked, t.mask, out=t.masked)
-    t.seen.hide_others(t.weights)
-    np.exp(t.weights, out=t.weights)
-    np.matmul(t.d, t.vt, out=t.dscores)
-    if fill:
-        fill(t.rows, t.keys, t.dropped)
-        np.multiply(t.dscores, t.dropped, out=t.dscores)
-        np.add(t.dscores, t.minus_dots, out=t.dscores)
-        np.multiply(t.dropped, t.weights, out=t.dropped)
-    np.multiply(t.dscores, t.weights, out=t.dscores)
-
-
-def add_gradients(tiles, fill, fill_tile=tile_backward):
-    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv."""
     for t in tiles:
-        fill_tile(t, fill)
+        put_scores(t, t.weights, t.slopes)
+        np.matmul(t.d, t.vt, out=t.dscores)
+        if fill:
+            fill(t.rows, t.keys, t.dropped)
+        drop = (t.dropped, t.minus_dots) if fill else (None, None)
+        passes.tile_backward(t.end, *t.seen, t.weights, t.dscores, *drop)
         if t.cap:
             np.multiply(t.dscores, t.slopes, out=t.dscores)
         if t.is_first:
@@ -465,9 +417,6 @@ def add_gradients(tiles, fill, fill_tile=tile_backward):
             np.add(t.dv, np.matmul(t.dropped.T, t.only_d, out=t.part_k), out=t.dv)
             np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
         np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)
-
-
-PASSES = SimpleNamespace(sum_values=sum_values, add_gradients=add_gradients)
 
 
 def tiles_within(tiles, bounds):

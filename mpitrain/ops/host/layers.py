@@ -27,6 +27,7 @@ from numpy.polynomial import chebyshev
 
 from mpitrain.data.source import IGNORED
 from mpitrain.machine.backend import copy_rows, has_memory
+from mpitrain.ops.host.passes import NUMPY
 from mpitrain.ops.host.product import (
     block_shape,
     blocks_of,
@@ -39,9 +40,14 @@ from mpitrain.ops.host.product import (
 from mpitrain.ops.random_bits import RandomBits, scale, threshold
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, turns
 
+GELU = GELU_SCALE, GELU_SCALE * GELU_CUBIC
+"""c1 and c3 of the pass `gelu`."""
+
 
 def linear(x, w, b, arena, out=None, residual=None):
-    y = _product(x, w, arena, out)
+    # BLAS packs w anew in every call. At 128 rows a call, that costs a third of the product.
+    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
+    put_product(x, w.T, y, False, arena)
     add_bias(y, b, y, arena, residual)
     return y, x
 
@@ -84,39 +90,11 @@ def linear_backward_bias(pending, db, accumulate, arena):
     sum_rows(pending[0], db, accumulate, arena)
 
 
-def linear_gelu(x, w, b, arena):
-    y = _product(x, w, arena)
-    return y, (x, _gelu(y, b, arena))
-
-
-def _gelu(y, b, arena):
-    """Replace y by gelu(y + b), and return the slope.
-
-    The result is z h, where z = y + b and h = (1 + tanh u) / 2. Here u = c1 z + c3 z^3. Its slope
-    is h + (1 - h) z h (2 c1 + 6 c3 z^2).
-    y, slope: (M, N), computed in blocks of rows
-    """
-    every_slope = arena.take(y.shape, y.dtype)
-    scratch = arena.take((2, *block_shape(y)), y.dtype)
-    c1, c3 = GELU_SCALE, GELU_SCALE * GELU_CUBIC
-    for z, slope in blocks_of(y, every_slope):
-        h, rest = scratch[:, : len(z)]
-        if b is not None:
-            z += b
-        np.multiply(z, z, out=slope)
-        np.multiply(slope, c3, out=h)
-        h += c1
-        h *= z
-        np.tanh(h, out=h)
-        h *= 0.5
-        h += 0.5
-        z *= h  # from here on, z holds the result
-        slope *= 6 * c3
-        slope += 2 * c1
-        slope *= z
-        slope *= np.subtract(1, h, out=rest)
-        slope += h
-    return every_slope
+def linear_gelu(passes_of, x, w, b, arena):
+    y, slope = (arena.take((len(x), len(w)), x.dtype) for _ in range(2))
+    put_product(x, w.T, y, False, arena)
+    passes_of(x, w, b).gelu(*GELU, y, b, slope, arena)
+    return y, (x, slope)
 
 
 def linear_gelu_backward_input(dy, w, saved, arena, out=None):
@@ -134,8 +112,10 @@ def linear_relu(x, w, b, arena):
 linear_relu_backward_input = linear_gelu_backward_input
 
 
-def gelu(z, arena):
-    return z, _gelu(z.reshape(-1, z.shape[-1]), None, arena).reshape(z.shape)
+def gelu(passes_of, z, arena):
+    rows, slope = z.reshape(-1, z.shape[-1]), arena.take(z.shape, z.dtype)
+    passes_of(z).gelu(*GELU, rows, None, slope.reshape(rows.shape), arena)
+    return z, slope
 
 
 def gelu_backward(dy, saved, arena):
@@ -274,66 +254,28 @@ def _rows(run, rows, width, columns):
     return np.lib.stride_tricks.as_strided(run, (rows, width), (columns * step, step))
 
 
-def _product(x, w, arena, out=None):
-    """Return x w^T, (M, N), computed in one call of BLAS.
-
-    BLAS packs w anew in every call. At 128 rows a call, that costs a third of the product.
-    """
-    y = arena.take((len(x), len(w)), x.dtype) if out is None else out
-    put_product(x, w.T, y, False, arena)
-    return y
+def layer_norm(passes_of, x, gain, bias, epsilon, arena):
+    y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
+    inverse = arena.take((len(x), 1), x.dtype)
+    passes_of(x, gain, bias).layer_norm(epsilon, x, gain, bias, y, normal, inverse)
+    return y, (normal, inverse)
 
 
-def layer_norm(x, gain, bias, epsilon, arena):
-    every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
-    every_inverse = arena.take((len(x), 1), x.dtype)
-    mean = constant(x.shape[1], 1 / x.shape[1], x.dtype)
-    for block, y, n, inverse in blocks_of(x, every_y, normal, every_inverse):
-        column = inverse[:, 0]
-        np.matmul(block, mean, out=column)
-        np.subtract(block, inverse, out=n)
-        np.vecdot(n, n, out=column)
-        inverse *= mean[0]
-        inverse += epsilon
-        np.sqrt(inverse, out=inverse)
-        np.divide(1, inverse, out=inverse)
-        n *= inverse
-        np.multiply(n, gain, out=y)
-        y += bias
-    return every_y, (normal, every_inverse)
-
-
-def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
-    normal, every_inverse = saved
+def layer_norm_backward_input(passes_of, dy, gain, saved, arena, residual=None):
     dx = arena.take(dy.shape, dy.dtype)
-    dgain, dbias, part = arena.take((3, dy.shape[1]), dy.dtype)
-    dgain.fill(0)
-    dbias.fill(0)
-    scratch = arena.take(block_shape(dy), dy.dtype)
-    ones = constant(len(scratch), 1, dy.dtype)
-    means = arena.take((len(scratch), 2), dy.dtype)
-    weights = gain / dy.shape[1]
-    for block, n, d, inverse, more in blocks_of(dy, normal, dx, every_inverse, residual):
-        count = len(d)
-        row_of_ones, product, mean = ones[:count], scratch[:count], means[:count]
-        np.multiply(block, n, out=product)
-        dgain += np.matmul(row_of_ones, product, out=part)
-        dbias += np.matmul(row_of_ones, block, out=part)
-        np.matmul(block, weights, out=mean[:, 0])  # This is the mean of dy gain.
-        np.matmul(product, weights, out=mean[:, 1])  # This is the mean of dy gain normal.
-        np.multiply(block, gain, out=d)
-        d -= mean[:, :1]
-        d -= np.multiply(n, mean[:, 1:], out=product)
-        d *= inverse
-        if more is not None:
-            d += more
+    sums = arena.take((4, dy.shape[1]), dy.dtype)
+    dgain, dbias, part = sums[0], sums[1], sums[2:]
+    passes = passes_of(dy, gain, *saved, residual)
+    passes.layer_norm_backward(dy, gain, *saved, residual, dx, dgain, dbias, part, arena)
     return dx, (dgain, dbias)
 
 
 def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
     for sums, out in zip(pending, (dgain, dbias), strict=True):
-        if out is not None:
-            _put(sums, out, accumulate)
+        if out is not None and accumulate:
+            out += sums
+        elif out is not None:
+            out[...] = sums
 
 
 def rms_norm(x, gain, epsilon, arena):
@@ -374,14 +316,7 @@ def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 
 def rms_norm_backward_weight(pending, dgain, accumulate, arena):
-    _put(pending, dgain, accumulate)
-
-
-def _put(sums, out, accumulate):
-    if accumulate:
-        out += sums
-    else:
-        out[...] = sums
+    layer_norm_backward_weight((pending, None), dgain, None, accumulate, arena)
 
 
 def swiglu(x, arena):
@@ -433,7 +368,7 @@ def geglu(x, arena):
     width = x.shape[1] // 2
     y = arena.take((len(x), width), x.dtype)
     copy_rows(y, x[:, :width])
-    _gelu(y, None, arena)
+    NUMPY.gelu(*GELU, y, None, arena.take(y.shape, y.dtype), arena)
     for block, out in blocks_of(x, y):
         out *= block[:, width:]
     return y, x
@@ -443,7 +378,8 @@ def geglu_backward(dy, saved, arena):
     width, dx = dy.shape[1], arena.take(saved.shape, dy.dtype)
     gate = arena.take(dy.shape, dy.dtype)
     copy_rows(gate, saved[:, :width])
-    every_slope = _gelu(gate, None, arena)
+    every_slope = arena.take(gate.shape, gate.dtype)
+    NUMPY.gelu(*GELU, gate, None, every_slope, arena)
     for block, x, value, slope, out in blocks_of(dy, saved, gate, every_slope, dx):
         np.multiply(block, x[:, width:], out=out[:, :width])
         out[:, :width] *= slope
@@ -747,3 +683,7 @@ def _exponentiate(block, target, smoothing=0.0):
         at_target += smoothing * block.mean(1)[counted]
     np.exp(block, out=block)
     return float(np.sum(np.log(block.sum(1, dtype=np.float64))[counted] - at_target))
+
+
+WITH_PASSES = gelu, layer_norm, layer_norm_backward_input, linear_gelu
+"""The operations that take `passes_of` first (passes.py)."""

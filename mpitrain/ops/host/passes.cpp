@@ -1,7 +1,8 @@
 // Fused passes over rows: GELU with its derivative, LayerNorm and the weights of attention, both
 // forward and backward.
 // REAL is the type of all numbers: float or double. Arrays come as Python objects, whose header has
-// HEADER bytes; a NumPy array has the address of its first element behind that.
+// HEADER bytes; the fields of a NumPy array are behind that. The functions have the names and the
+// arguments of NumPy's passes (`NUMPY` in __init__.py).
 //
 // A row stays in the L1 cache between the loops over it. No function keeps state or allocates.
 // M rows, C channels. Sums over a row have the order of the compiler's vectors: bits depend on the
@@ -17,9 +18,29 @@ typedef REAL real;
 
 EXPORTED const char* none;  // Python's None
 
-static inline real* at(const char* array) {
-    return array == none ? nullptr : *(real* const*)(array + HEADER);
-}
+// The first fields of NumPy's PyArrayObject.
+struct Fields {
+    char* first;
+    int dims;
+    const int64_t *shape, *strides;  // strides in bytes
+};
+
+static inline const Fields* fields(const char* array) { return (const Fields*)(array + HEADER); }
+
+static inline real* at(const char* array) { return array == none ? nullptr : (real*)fields(array)->first; }
+
+// M rows of K numbers, with `stride` numbers from row to row: an array (..., Q, K), of which every dim but
+// the last are rows. Q queries
+struct Rows {
+    int64_t m, q, k, stride;
+    Rows(const char* array) {
+        const Fields* of = fields(array);
+        m = 1;
+        for (int dim = 0; dim < of->dims - 1; dim++) m *= of->shape[dim];
+        q = of->shape[of->dims - 2], k = of->shape[of->dims - 1];
+        stride = of->strides[of->dims - 2] / (int64_t)sizeof(real);
+    }
+};
 
 static const int64_t BLOCK = 256;  // rows of a partial sum
 
@@ -69,8 +90,10 @@ static inline real exponential(real x) {
 extern "C" {
 
 // y[m, c] = z h with z = y + b[c], h = (1 + tanh u) / 2, u = c1 z + c3 z^3; slope its derivative.
-// b may be null. y, slope: (M, C)
-EXPORTED void gelu(int64_t m, int64_t c, real c1, real c3, char* y_, char* b_, char* slope_) {
+// b may be None. y, slope: (M, C)
+EXPORTED void gelu(real c1, real c3, char* y_, char* b_, char* slope_, char* /* arena */) {
+    const Rows rows(y_);
+    const int64_t m = rows.m, c = rows.k;
     real *RESTRICT y = at(y_), *RESTRICT slope = at(slope_);
     const real* RESTRICT b = at(b_);
     for (int64_t i = 0; i < m; i++, y += c, slope += c) {
@@ -89,8 +112,10 @@ EXPORTED void gelu(int64_t m, int64_t c, real c1, real c3, char* y_, char* b_, c
 }
 
 // normal = (x - mean) inverse, y = normal gain + bias.   x, y, normal: (M, C); inverse: (M,)
-EXPORTED void layer_norm(int64_t m, int64_t c, real epsilon, char* x_, char* gain_, char* bias_,
-                         char* y_, char* normal_, char* inverse_) {
+EXPORTED void layer_norm(real epsilon, char* x_, char* gain_, char* bias_, char* y_, char* normal_,
+                         char* inverse_) {
+    const Rows rows(x_);
+    const int64_t m = rows.m, c = rows.k;
     const real *RESTRICT x = at(x_), *RESTRICT gain = at(gain_), *RESTRICT bias = at(bias_);
     real *RESTRICT y = at(y_), *RESTRICT normal = at(normal_), *RESTRICT inverse = at(inverse_);
     for (int64_t i = 0; i < m; i++, x += c, y += c, normal += c) {
@@ -113,11 +138,12 @@ EXPORTED void layer_norm(int64_t m, int64_t c, real epsilon, char* x_, char* gai
 
 // dx = (dy gain - mean(dy gain) - normal mean(dy gain normal)) inverse + residual
 // dgain = sum of dy normal over rows, dbias = sum of dy; both are sums of sums over BLOCK rows.
-// residual may be null.   dy, normal, dx, residual: (M, C); inverse: (M,); dgain, dbias: (C,);
+// residual may be None.   dy, normal, dx, residual: (M, C); inverse: (M,); dgain, dbias: (C,);
 // part: scratch (2, C)
-EXPORTED void layer_norm_backward(int64_t m, int64_t c, char* dy_, char* gain_, char* normal_,
-                                  char* inverse_, char* residual_, char* dx_, char* dgain_,
-                                  char* dbias_, char* part_) {
+EXPORTED void layer_norm_backward(char* dy_, char* gain_, char* normal_, char* inverse_, char* residual_,
+                                  char* dx_, char* dgain_, char* dbias_, char* part_, char* /* arena */) {
+    const Rows rows(dy_);
+    const int64_t m = rows.m, c = rows.k;
     const real *RESTRICT dy = at(dy_), *RESTRICT gain = at(gain_), *RESTRICT normal = at(normal_);
     const real *RESTRICT inverse = at(inverse_), *RESTRICT residual = at(residual_);
     real *RESTRICT dx = at(dx_), *RESTRICT dgain = at(dgain_), *RESTRICT dbias = at(dbias_);
@@ -190,9 +216,11 @@ static inline real weigh(const Seen seen, int64_t k, real* RESTRICT scores, real
 }
 
 // A tile of the forward. sums: (Q,), written by the first tile of its queries, else added to.
-// scores, dropped: (Q, K) with `stride` elements from row to row; starts, ends: (Q,); the last three may be null
-EXPORTED void weigh_tile(int64_t q, int64_t k, int64_t stride, int64_t end, int64_t is_first, char* starts_,
-                         char* ends_, char* scores_, char* dropped_, char* sums_) {
+// scores, dropped: (Q, K) with one stride; starts, ends: (Q,); the last three may be None
+EXPORTED void weigh_tile(int64_t end, int64_t is_first, char* starts_, char* ends_, char* scores_,
+                         char* dropped_, char* sums_) {
+    const Rows rows(scores_);
+    const int64_t q = rows.q, k = rows.k, stride = rows.stride;
     const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *scores = at(scores_), *dropped = at(dropped_), *sums = at(sums_);
     for (int64_t i = 0; i < q; i++) {
@@ -204,8 +232,10 @@ EXPORTED void weigh_tile(int64_t q, int64_t k, int64_t stride, int64_t end, int6
 
 // A block of attention that is not tiled; M rows, of which each Q are the queries of a head.
 // inverse = 1 / sum of exp. Returns whether every sum is within (least, most).   exp: (M, K)
-EXPORTED int weigh_block(int64_t m, int64_t k, int64_t stride, int64_t end, int64_t q, real least,
-                         real most, char* starts_, char* ends_, char* exp_, char* inverse_) {
+EXPORTED int weigh_block(int64_t end, real least, real most, char* starts_, char* ends_, char* exp_,
+                         char* inverse_) {
+    const Rows rows(exp_);
+    const int64_t m = rows.m, q = rows.q, k = rows.k, stride = rows.stride;
     const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *exp = at(exp_), *inverse = at(inverse_);
     int is_safe = 1;
@@ -219,8 +249,10 @@ EXPORTED int weigh_block(int64_t m, int64_t k, int64_t stride, int64_t end, int6
 
 // weights = exp(weights) as above, dscores = weights dscores. With dropout: dscores = weights (dropped
 // dscores + minus_dots), dropped = weights dropped.   minus_dots: (Q,); others: (Q, K)
-EXPORTED void tile_backward(int64_t q, int64_t k, int64_t stride, int64_t end, char* starts_, char* ends_,
-                            char* weights_, char* dscores_, char* dropped_, char* minus_dots_) {
+EXPORTED void tile_backward(int64_t end, char* starts_, char* ends_, char* weights_, char* dscores_,
+                            char* dropped_, char* minus_dots_) {
+    const Rows rows(weights_);
+    const int64_t q = rows.q, k = rows.k, stride = rows.stride;
     const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *every_weights = at(weights_), *every_dscores = at(dscores_), *every_dropped = at(dropped_);
     const real* minus_dots = at(minus_dots_);
@@ -252,9 +284,10 @@ EXPORTED void tile_backward(int64_t q, int64_t k, int64_t stride, int64_t end, c
 }
 
 // dscores = exp (dscores - inverse (sum of exp dscores)); with masks of dropout, first dscores = masks
-// dscores, and masks = masks exp.   inverse: (M,); others: (M, K); masks may be null
-EXPORTED void block_backward(int64_t m, int64_t k, int64_t stride, char* exp_, char* inverse_,
-                             char* dscores_, char* masks_) {
+// dscores, and masks = masks exp.   inverse: (M,); others: (M, K) with one stride; masks may be None
+EXPORTED void block_backward(char* exp_, char* inverse_, char* dscores_, char* masks_) {
+    const Rows rows(exp_);
+    const int64_t m = rows.m, k = rows.k, stride = rows.stride;
     const real *every_exp = at(exp_), *inverse = at(inverse_);
     real *every_dscores = at(dscores_), *every_masks = at(masks_);
     for (int64_t i = 0; i < m; i++) {

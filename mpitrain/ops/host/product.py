@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mpitrain.machine import process
-from mpitrain.machine.backend import has_memory, host_address
+from mpitrain.machine.backend import WithoutMemory, has_memory, host_address
 from mpitrain.machine.blas_kernels import mkl_file
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
@@ -28,36 +28,41 @@ Such a sum is added to a result in place, with the bits of a product and an addi
 """
 
 
-def put_product(a, b, out, accumulate, arena, products=None):
+def put_product(a, b, out, accumulate, arena):
     """Write or add a b to out; BLAS reads strided views in place where it can.
 
     a: (M, K); b: (K, N); out: (M, N), all of one dtype
-    products  as of `installed_mkl`; None: MKL's, where it multiplies
     """
-    products = products or mkl()
-    if not products and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
+    products = mkl()
+    if accumulate and not products and a.shape[1] * out.itemsize <= ONE_SUM:
         products = numpy_blas()
-    if products and (multiply := products.get(out.dtype)):
-        layout = arguments(a.shape, b.shape, a.strides, b.strides, out.strides, out.itemsize)
-        if layout:
-            if has_memory(out):
-                sizes, stride_a, stride_b, stride_out = layout
-                multiply(
-                    *sizes,
-                    1,
-                    host_address(a),
-                    stride_a,
-                    host_address(b),
-                    stride_b,
-                    accumulate,
-                    host_address(out),
-                    stride_out,
-                )
-            return
+    if products and put_in_place(a, b, out, accumulate, products):
+        return
     if accumulate:
         out += np.matmul(a, b, out=arena.take(out.shape, out.dtype))
     else:
         np.matmul(a, b, out=out)
+
+
+def put_in_place(a, b, out, accumulate, products):
+    """Write or add a b to out by a library of `installed_mkl` or `numpy_blas`; return whether it can."""
+    if not (multiply := products.get(out.dtype)):
+        return False
+    layout = arguments(a.shape, b.shape, a.strides, b.strides, out.strides, out.itemsize)
+    if layout and has_memory(out):
+        sizes, stride_a, stride_b, stride_out = layout
+        multiply(
+            *sizes,
+            1,
+            host_address(a),
+            stride_a,
+            host_address(b),
+            stride_b,
+            accumulate,
+            host_address(out),
+            stride_out,
+        )
+    return bool(layout)
 
 
 @cache
@@ -188,18 +193,14 @@ def rounds(starts: range, like: np.ndarray) -> range:
 
     Without memory only leases matter: every round after the second leases the same as the second.
     """
-    return starts if has_memory(like) else starts[:2]
+    return starts[:2] if isinstance(like, WithoutMemory) else starts
 
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     """Yield slices that cover the first dim of `x`, each of about `nbytes` and at least one row."""
-    if x.nbytes <= nbytes:
-        if x.size:
-            yield slice(0, len(x))
-        return
-    rows = block_shape(x, nbytes)[0]
-    for start in rounds(range(0, len(x), rows), x):
-        yield slice(start, min(start + rows, len(x)))
+    if rows := block_shape(x, nbytes)[0]:
+        for start in rounds(range(0, len(x), rows), x):
+            yield slice(start, min(start + rows, len(x)))
 
 
 @lru_cache(256)

@@ -1,5 +1,6 @@
 """Attention on the host: every body equals the definition, and tiles do no more work than they need."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,8 @@ from mpitrain.ops.device import device_for, host_ops, reference_ops, rounded
 from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
+from mpitrain.ops.host import passes as passes_by_numpy
+from mpitrain.ops.host.passes import by_numpy
 from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.reference.attention import CAUSAL
@@ -44,19 +47,20 @@ CASES = [
 ]
 
 
-NUMPY = None, None
-
-
 @pytest.fixture(params=["numpy", "compiled passes"])
 def passes(request):
-    """The passes of tiles, and of whole attention."""
-    return NUMPY if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
+    return by_numpy if request.param == "numpy" else compiled.by_library
 
 
-def tiled(tile, passes=NUMPY):
+def tiled(tile, passes=by_numpy):
     return lambda q, kv, heads, arena, seen=CAUSAL: attention_tiled.attended(
-        q, kv, heads, None, arena, seen, passes[0], tile
+        q, kv, heads, None, arena, seen, passes, tile
     )
+
+
+def of(name, passes=by_numpy):
+    """The attention of a value of memory.attention."""
+    return partial(chosen.attention, passes, name)
 
 
 def over_packed(forward, **shape):
@@ -114,7 +118,7 @@ def test_shared_heads_and_offsets_equal_the_definition(
     dy = drawn(2, 2, queries or tokens, heads * 3)
     shape = {"kv_heads": kv_heads, "queries": queries, "offset": offset}
     tiles = [tiled(tile, passes) for tile in (*TILES[1:], None)]
-    for forward in (chosen.forwards("whole", *passes).attention, *tiles):
+    for forward in (of("whole", passes), *tiles):
         assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
 
 
@@ -124,7 +128,7 @@ def test_shared_heads_and_offsets_equal_the_definition(
 def test_a_soft_cap_and_a_scale_equal_the_definition(cap, drops, passes):
     """With the larger cap scores are too large for exponentials without a shift."""
     qkv, dy = drawn(1, 2, 131, 8 * 3), drawn(2, 2, 131, 4 * 3)
-    forward = chosen.forwards("auto", *passes).attention_dropout if drops else tiled(None, passes)
+    forward = partial(chosen.attention_dropout, passes, "auto") if drops else tiled(None, passes)
     shape = {"kv_heads": 2, "window": 50, "cap": cap, "scale": 0.9 if cap < 1 else 500.0}
     given = ((5, 7), 2, 7, 11, 0.3) if drops else ()
     own = over_packed(forward, **shape)
@@ -188,7 +192,7 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign, passes
     qkv[:, :, :2, 0] = 30 * qkv[:, :, :2, 0] + np.array([30, 30 * sign])[:, None]
     qkv, dy = qkv.reshape(1, t, -1), drawn(2, 1, t, 2 * d, dtype=dtype)
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
-    whole = chosen.forwards("whole", *passes).attention
+    whole = of("whole", passes)
     for forward in (whole, tiled(TileLimits(16, 48), passes)):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
@@ -206,7 +210,7 @@ class Counting:
         self.exponentials += x.size
         return np.exp(x, out=out)
 
-    def matmul(self, a, b, out):
+    def matmul(self, a, b, out=None):
         self.multiplications += a.size * (b.shape[1] if b.ndim == 2 else 1)
         return np.matmul(a, b, out=out)
 
@@ -214,7 +218,8 @@ class Counting:
 @pytest.mark.parametrize("t", [1, 63, 512, 600])
 def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
     counting, h, d = Counting(), 2, 8
-    monkeypatch.setattr(attention_tiled, "np", counting)
+    for module in (attention_tiled, passes_by_numpy):
+        monkeypatch.setattr(module, "np", counting)
     body = over_packed(tiled(None))
     _, saved = body.attention(drawn(1, 1, t, 3 * h * d), h, Arena())
     blocks = [min(64, t - first) for first in range(0, t, 64)]
@@ -249,7 +254,7 @@ def test_the_bodies_write_no_input():
     qkv, dy = drawn(1, 2, 70, 3 * 6), drawn(2, 2, 70, 6)
     before = qkv.copy(), dy.copy()
     for name in ("whole", "tiled"):
-        body = over_packed(chosen.forwards(name).attention)
+        body = over_packed(of(name))
         _, saved = body.attention(qkv, 2, Arena())
         body.attention_backward(dy, saved, Arena())
         assert np.array_equal(qkv, before[0]) and np.array_equal(dy, before[1])
@@ -259,8 +264,8 @@ def test_auto_takes_tiles_from_a_number_of_tokens_on():
     edge = chosen.TILED_FROM
     for t, name in ((edge - 1, "whole"), (edge, "tiled")):
         qkv = drawn(1, 1, t, 3 * 8, dtype="float32")
-        bodies_of_it = device_for("cpu").ops, chosen.forwards(name)
-        own, truth = (over_packed(one.attention).attention(qkv, 2, Arena()) for one in bodies_of_it)
+        bodies = device_for("cpu").ops.attention, of(name)
+        own, truth = (over_packed(body).attention(qkv, 2, Arena()) for body in bodies)
         assert type(own[1][2]) is type(truth[1][2]) and np.array_equal(own[0], truth[0])
     assert edge > Config().model.context  # the default job has its bits from before
 
@@ -300,7 +305,7 @@ def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile, passes
         truth, saved = definition.attention(qkv, heads, *given, None)
         gradient = definition.attention_backward(dy, saved, None)
         drop = AttentionMask(*given, length)
-        for module, *end in ((attention_tiled, passes[0], tile), (host_attention, passes[1])):
+        for module, *end in ((attention_tiled, passes, tile), (host_attention, passes)):
 
             def dropped(q, kv, heads, arena, seen, run=module.attended, drop=drop, end=end):
                 return run(q, kv, heads, drop, arena, seen, *end)

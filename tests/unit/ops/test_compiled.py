@@ -1,6 +1,7 @@
 """Compiled passes: the definitions of operations in float32 and float64, the host's bodies for arrays with gaps."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -38,8 +39,8 @@ def assert_close(found, truth, tolerance):
 
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_with_compiled_passes_obey(ops, law):
-    changed = {name for name in vars(ops) if getattr(ops, name) is not getattr(host, name)}
-    assert changed == compiled.bodies().keys()
+    changed = {name for name, body in vars(ops).items() if isinstance(body, partial)}
+    assert changed == {name for name, body in vars(host).items() if isinstance(body, partial)}
     getattr(OperationLaws(changed), law)(ops, HostBackend())
 
 

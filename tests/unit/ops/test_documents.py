@@ -11,6 +11,7 @@ from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import host_ops, reference_ops
 from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
+from mpitrain.ops.host.passes import by_numpy
 from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.reference.attention import Seen
@@ -45,8 +46,7 @@ def alone(qkv, dy, rows, offset=0):
 
 @pytest.fixture(params=["numpy", "compiled passes"])
 def passes(request):
-    """The passes of tiles, and of whole attention."""
-    return (None, None) if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
+    return by_numpy if request.param == "numpy" else compiled.by_library
 
 
 def bodies_with(tile, passes, drop=None, **bounds):
@@ -59,7 +59,7 @@ def bodies_with(tile, passes, drop=None, **bounds):
         backward = host_attention.attention_backward
         return Packed(SimpleNamespace(attention=attention, attention_backward=backward), **bounds)
 
-    return {"whole": of(host_attention, passes[1]), "tiled": of(attention_tiled, passes[0], tile)}
+    return {"whole": of(host_attention, passes), "tiled": of(attention_tiled, passes, tile)}
 
 
 @pytest.mark.parametrize("offset", [0, 2, 130])  # causal, in part, and not causal

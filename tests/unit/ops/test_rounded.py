@@ -70,9 +70,9 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
         numbers(70, 12),
         numbers(2, 35, 36),
     )
-    for product in (ops.linear, ops.linear_gelu, ops.linear_relu):
-        y, saved = product(x, w, b, arena)
-        dx, pending = getattr(ops, f"{product.__name__}_backward_input")(dy, w, saved, arena)
+    for product in ("linear", "linear_gelu", "linear_relu"):
+        y, saved = getattr(ops, product)(x, w, b, arena)
+        dx, pending = getattr(ops, f"{product}_backward_input")(dy, w, saved, arena)
         ops.linear_backward_weight(pending, dw := np.empty((12, 12), np.float32), False, arena)
         assert is_short(y, dx) and not is_short(dw), product
     y, saved = ops.layer_norm(x, b, b, 1e-5, arena)

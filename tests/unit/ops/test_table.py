@@ -74,12 +74,13 @@ def test_a_function_of_an_arena_beside_the_operations_is_in_the_table():
     """A body without a row would never be called."""
     device = vars(cuda_ops(KERNELS))
     functions = {device[name].func for name, row in OPERATIONS.items() if row.launches}
-    functions |= {*vars(host_ops()).values(), *vars(reference_ops()).values()}
+    functions |= {getattr(body, "func", body) for body in vars(host_ops()).values()}
+    functions |= {*vars(reference_ops()).values()}
     for module in {inspect.getmodule(body) for body in functions}:
         for name, found in inspect.getmembers(module, inspect.isfunction):
             is_own = found.__module__ == module.__name__ and name[0] != "_"
             if is_own and "arena" in parameters(found):
-                # `attended` is the attention with saved exponentials, which `forwards` may choose.
+                # `attended` is the attention with saved exponentials, which memory.attention may choose.
                 assert name in {*OPERATIONS, "attended"}, f"{module.__name__}.{name}"
 
 

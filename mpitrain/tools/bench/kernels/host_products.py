@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.machine.backend import Arena
 from mpitrain.machine.blas_kernels import SHAPES
-from mpitrain.ops.host.product import installed_mkl, put_product
+from mpitrain.ops.host.product import installed_mkl, put_in_place
 from mpitrain.tools.bench.turns import take_turns
 
 TURNS = 15
@@ -34,8 +33,7 @@ def seconds() -> dict[str, float]:
     """Return {library: seconds of its fastest turn} of NumPy and, if installed, MKL."""
     libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
     if products := installed_mkl():
-        arena = Arena()
-        libraries["MKL"] = lambda a, b, out: put_product(a, b, out, False, arena, products)
+        libraries["MKL"] = lambda a, b, out: put_in_place(a, b, out, False, products)
     ones = [
         (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
         for m, k, n in SHAPES
