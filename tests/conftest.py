@@ -57,7 +57,7 @@ LONGEST = (
 )
 """Rooms whose files take longest: under `-n` they come first, so that no worker is left with one at the end."""
 COMPILED = ("cuda-sim", "simulated kernels", "compiled")
-"""Words in parameters of tests that compile."""
+"""Words in parameters of tests that compile, or in the names of these."""
 OTHERS = {"compile", "mpi", "huggingface", "slow", "gpu"}
 """Marks of which a test that is `fast` has none."""
 NO_GPU = "CuPy finds no GPU here"
@@ -109,7 +109,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if (kind, room) == ("unit", "kernels"):
             item.add_marker("compile")
-        if any(words in item.name.partition("[")[2] for words in COMPILED):
+        chosen = (
+            f"{item.name.partition('[')[2]} {item.callspec.params.values()}"
+            if hasattr(item, "callspec")
+            else ""
+        )
+        if any(words in chosen for words in COMPILED):
             item.add_marker("compile")
         if not OTHERS & {mark.name for mark in item.iter_markers()}:
             item.add_marker("fast")

@@ -16,6 +16,7 @@ TINY = [
     "batch.size=6",
     "run.steps=6",
     "run.log_every=1",
+    "run.eval_rows=20",
     "checkpoint.every=0",
     "device.kind=cpu",
 ]

@@ -6,7 +6,7 @@ gpt2.py, llama.py and bert.py have what differs: names and shapes of tensors, an
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -176,21 +176,24 @@ class Architecture(NamedTuple):
                 for _, parts in groupby(numbered, lambda row: row.ours.partition(":")[0]):
                     yield from _of_each_expert([*parts], keys.experts)
 
-    def _modules(self) -> Iterator[tuple[str, str]]:
-        """Yield each linear layer, or output of a joined one, and its module, with # for a block."""
-        for ours, theirs, _ in self.tensors(Model()):
-            if ".weight" in ours:
-                layer = ours.replace(".weight", "").replace(":", ".")
-                yield layer, theirs.removesuffix(".weight")
-
     def module_of(self, layer: str) -> str:
         """Return the module of a linear layer, or of an output of a joined one; empty: none."""
-        return _renamed(layer, dict(self._modules()))
+        return _renamed(layer, _modules(self.tensors))
 
     def layer_of(self, module: str) -> str:
         """Return our name for a module; empty unless it is a linear layer."""
-        ours = {theirs: layer for layer, theirs in self._modules()}
+        ours = {theirs: layer for layer, theirs in _modules(self.tensors).items()}
         return _renamed(module, ours) or _renamed(self.prefix + module, ours)
+
+
+@cache
+def _modules(tensors: Callable[[Model], Sequence[TensorRow]]) -> dict[str, str]:
+    """Return {linear layer, or output of a joined one: its module} of an architecture, with # for a block."""
+    return {
+        row.ours.replace(".weight", "").replace(":", "."): row.theirs.removesuffix(".weight")
+        for row in tensors(Model())
+        if ".weight" in row.ours
+    }
 
 
 def _of_each_expert(parts: Sequence[TensorRow], experts: int) -> Iterator[TensorRow]:

@@ -300,12 +300,12 @@ PIPELINES = {
 }
 FLOAT64 = [*TINY, "precision.compute=float64"]
 MATRIX = {
-    "replicas": Job(FLOAT64, 6, REPLICAS),
-    "rules": Job(FLOAT64, 12, RULES),
-    "digits": Job([*MLP, "precision.compute=float64"], 12, {"adamw": (5, [RING])}),
-    "root": Job([*FLOAT64, "run.steps=6", "model.layers=1", "batch.size=32"], 6, ROOTS),
+    "replicas": Job(FLOAT64, 4, REPLICAS),
+    "rules": Job(FLOAT64, 6, RULES),
+    "digits": Job([*MLP, "precision.compute=float64"], 6, {"adamw": (5, [RING])}),
+    "root": Job([*FLOAT64, "run.steps=6", "model.layers=1", "batch.size=32"], 4, ROOTS),
     "tensors": Job(ONE, 4, TENSORS, source_of),
-    "contexts": Job([*ONE, *NARROW], 8, CONTEXTS, source_of),
+    "contexts": Job([*ONE, *NARROW], 4, CONTEXTS, source_of),
     "pipelines": Job(SMALL, STEPS, PIPELINES),
     "bert": Job(BERT, 5, BERTS),
     "llama": Job(LLAMA, 5, LLAMAS),

@@ -137,7 +137,12 @@ def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(
         assert np.array_equal(array, start[key]), f"{key} after all layouts"
 
 
-def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS[2::3], pytest.param([(1, ["device.kind=cuda-sim"])], marks=pytest.mark.compile)],
+    ids=["host", "kernels"],
+)
+def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(layouts, tmp_path):
     """The loss within 0.01 nats of one rank, and of float32 moments; the same layout has the same bits."""
     wide = ["model.width=32", "optimizer.lr=0.004"]
     own = ["optimizer.name=adamw8bit", *wide]
@@ -150,7 +155,7 @@ def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):
     ):
         assert np.array_equal(array, same), key
     before = start
-    for number, (ranks, settings) in enumerate([*LAYOUTS[2::3], (1, ["device.kind=cuda-sim"])]):
+    for number, (ranks, settings) in enumerate(layouts):
         hosts = "aabb" if "replication.shard=host" in settings else None
         folder = tmp_path / str(number)
         results = run_ranks(
@@ -280,6 +285,7 @@ def test_averaging_workers_start_from_the_mean_state(mode, tmp_path):
         assert near([(first[key] + second[key]) / 2], [one[key]]), key
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("rule", ("lamb", "adafactor", "muon"))
 def test_on_a_device_rules_of_tensors_are_those_of_the_host(rule):
     """But for key biases, whose gradient is rounding alone."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import threading
@@ -41,7 +42,7 @@ from mpitrain.tools.report.text import goodput, losses, spent
 from mpitrain.trace.recorder import SILENT
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
-from tests.processes import SECONDS
+from tests.processes import PROGRAM, SECONDS, run
 from tests.runs import TINY, go, records, validated
 
 
@@ -967,3 +968,17 @@ def test_the_goodput_of_all_ranks_counts_those_that_wait_as_spares():
     useful = (3 * 6 + 2 * 3) / (4 * 15)
     assert "of 15.0 s" in of_time and f"{100 * useful:.1f}% was useful" in of_ranks
     assert len([*goodput([start | {"ranks": 3}, lines[1]])]) == 1
+
+
+def test_a_disk_that_fills_is_one_message_and_whole_lines(book, tmp_path):
+    chosen = [*book, "run.steps=2000", "run.eval_every=-1", "run.trace=false"]
+    words = [word for setting in chosen for word in ("--set", setting)]
+    line = shlex.join([*PROGRAM, "train", *words])
+    done = run(["bash", "-c", f"ulimit -f 16; exec {line}"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    full = "metrics.jsonl cannot be written: File too large"
+    told = [line for line in done.stderr.splitlines() if full in line]
+    assert len(told) == 1 and told[0].startswith("rank 0: TrainingError: ")
+    assert "with --resume=auto" in done.stderr
+    text = (tmp_path / "run/metrics.jsonl").read_text()
+    assert text.endswith("\n") and json.loads(text.splitlines()[-1])["step"] > 10

@@ -12,7 +12,7 @@ from mpitrain.cli import commands
 from mpitrain.errors import ConfigError, Sentence
 from mpitrain.tools.words import korean, language_of, padded, said, text, to_fit, width
 
-PACKAGE = Path(__file__).parents[2] / "mpitrain"
+PACKAGE = Path(__file__).parents[3] / "mpitrain"
 SAID = [
     path
     for room in ("tools", "cli", "collectives", "pipeline", "parallel", "run", "trace", "models")

@@ -1,10 +1,10 @@
-"""A disk that fills: one message with a way out, no traceback, no half-written file, and what was measured is printed."""
+"""A disk that fills beside commands that measure: one message with a way out, no half-written file, and what was measured is
+printed.
+"""
 
 import errno
-import json
 import os
 import re
-import shlex
 import stat
 
 import pytest
@@ -19,7 +19,6 @@ from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.threads import run_ranks
-from tests.processes import PROGRAM, run
 
 SMALL = [
     "model.layers=1",
@@ -212,29 +211,3 @@ def test_a_path_of_300_characters_is_one_message_and_exit_2(words, tmp_path, mon
         main([word.replace("LONG", "n" * 300) for word in words])
     said = capfd.readouterr().err
     assert end.value.code == 2 and said.startswith("ConfigError: ") and said.count("\n") == 2, said
-
-
-def test_a_disk_that_fills_while_training_is_one_message_and_whole_lines(tmp_path):
-    settings = [
-        word
-        for setting in [
-            *SMALL,
-            "run.steps=2000",
-            "run.log_every=1",
-            "run.eval_every=-1",
-            "run.trace=false",
-        ]
-        for word in ("--set", setting)
-    ]
-    line = shlex.join(map(str, [*PROGRAM, "train", *settings, "--out", tmp_path / "run"]))
-    done = run(["bash", "-c", f"ulimit -f 16; exec {line}"])
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    told = [
-        line
-        for line in done.stderr.splitlines()
-        if "metrics.jsonl cannot be written: File too large" in line
-    ]
-    assert len(told) == 1 and told[0].startswith("rank 0: TrainingError: ")
-    assert "with --resume=auto" in done.stderr
-    text = (tmp_path / "run/metrics.jsonl").read_text()
-    assert text.endswith("\n") and [json.loads(line) for line in text.splitlines()][-1]["step"] > 10
