@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from importlib.util import find_spec
+from itertools import starmap
+from typing import NamedTuple
 
 import pytest
 
@@ -86,27 +89,44 @@ def rows_of_ranks(folder):
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-def calls_of_one_start(ranks, calls, folder, code, before=""):
-    """What ranks of one start say of each call, one call after another, and print; `code` is the exit code of all ranks, of
-    every call or a list of one for each. `before` is a line of Python that comes first.
-    """
+class Said(NamedTuple):
+    """What came of a call on several ranks: the exit code of each, and what they printed to either stream."""
+
+    codes: list[int | None]
+    output: str
+    errors: str
+
+
+def said_of_one_start(ranks, calls, folder, before=""):
+    """What ranks of one start say of each call, one call after another. `before` is a line of Python that comes first."""
     program = (
         "import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
         f"{before}\n"
         f"for words in {calls!r}:\n"
-        "    ended = []\n"
+        "    ended = None\n"
         "    try: main(words)\n"
-        "    except SystemExit as end: ended = [end.code]\n"
+        "    except SystemExit as end: ended = end.code\n"
         "    everyone = MPI.COMM_WORLD.gather(ended)\n"
         "    for stream in (sys.stdout, sys.stderr):\n"
         "        if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=stream, flush=True)\n"
     )
     done = python_ranks(ranks, program, folder)
+    errors, output = (re.split(r"=== (.*)\n", stream) for stream in (done.stderr, done.stdout))
+    assert errors[1::2] == output[1::2] and len(output) == 2 * len(calls) + 1, (
+        done.stderr[-2000:] + done.stdout[-2000:]
+    )
+    codes = map(literal_eval, output[1::2])
+    return [*starmap(Said, zip(codes, output[:-1:2], errors[:-1:2], strict=True))]
+
+
+def calls_of_one_start(ranks, calls, folder, code, before=""):
+    """What ranks of one start say of each call, one call after another, and print; `code` is the exit code of all ranks, of
+    every call or a list of one for each. `before` is a line of Python that comes first.
+    """
+    found = said_of_one_start(ranks, calls, folder, before)
     codes = code if isinstance(code, list) else [code] * len(calls)
-    said, printed = (re.split(r"=== (.*)\n", stream) for stream in (done.stderr, done.stdout))
-    ends = [str([[code]] * ranks) for code in codes]
-    assert said[1::2] == printed[1::2] == ends, done.stderr[-2000:] + done.stdout[-2000:]
-    return said[:-1:2], printed[:-1:2]
+    assert [one.codes for one in found] == [[each] * ranks for each in codes], found[-1]
+    return [one.errors for one in found], [one.output for one in found]
 
 
 def shell(line, **more):

@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.cli.launch.command import library
@@ -391,26 +390,6 @@ def test_a_directory_with_an_odd_name_is_the_one_that_was_named_or_refused(tmp_p
     (tmp_path / odd).rename(tmp_path / unwritable)
     evaluated = mpitrain("eval", unwritable, cwd=tmp_path)
     assert evaluated.returncode == 0 and "at step 14" in evaluated.stdout, evaluated.stderr
-
-
-def test_rank_0_alone_speaks(tmp_path):
-    calls = [["--help"], ["--version"], ["train", "--help-config"], ["no-such-command"]]
-    for texts in zip(*calls_of_one_start(2, calls, tmp_path, [0, 0, 0, 2]), strict=True):
-        said = "".join(texts)
-        assert said.count("Usage:") + said.count("version 0") + said.count("layout.dp = ") == 1, (
-            said
-        )
-
-
-def test_a_picture_is_drawn_or_refused_once_however_many_ranks_are_started(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    drawn = launch(2, "plot", ".", cwd=tmp_path)
-    assert drawn.returncode == 0 and drawn.stdout.count("drawn in curves.png") == 1, drawn.stderr
-    refused = launch(2, "plot", "nowhere", cwd=tmp_path)
-    assert refused.returncode == 2 and refused.stderr.count("There is no run in nowhere") == 1, (
-        refused.stderr
-    )
 
 
 def test_ranks_prepare_the_files_of_one_process_and_refuse_together(tmp_path):

@@ -28,12 +28,6 @@ from mpitrain.transport.library import FAMILIES
 from tests.processes import mpitrain
 
 
-@pytest.mark.parametrize("name", commands.list_commands(None))
-def test_every_command_explains_itself(name):
-    shown = CliRunner().invoke(commands, [name, "--help"])
-    assert shown.exit_code == 0 and "Usage:" in shown.output
-
-
 def test_the_version_has_one_place_and_all_that_it_runs_on():
     from mpitrain import __version__
 

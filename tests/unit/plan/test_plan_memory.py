@@ -123,9 +123,3 @@ def test_the_table_has_a_line_for_each_unit_and_each_step():
 def test_a_wrong_configuration_is_refused(options):
     ended = CliRunner().invoke(commands, ["plan", "memory", *options])
     assert isinstance(ended.exception, ConfigError) and ended.exception.exit_code == 2
-
-
-def test_the_command_prints_the_table():
-    keys = [word for key in TINY for word in ("--set", key)]
-    ended = CliRunner().invoke(commands, ["plan", "memory", *keys])
-    assert ended.exit_code == 0 and "blocks.1.mlp" in ended.output
