@@ -336,10 +336,8 @@ class Trainer:
             if units is None and job.source is not None
             else on_all_ranks(self.transport, lambda: job.cut(layers, units))
         )
-        model, chunks, tied, _ = cut
-        self._made_from, self._chunks = units, chunks
-        self.parameter_count, self.frozen_count = parameter_counts(model)
-        grid.place_model(stage_of, tied)
+        self._made_from, self._cut = units, cut
+        grid.place_model(stage_of, cut.tied)
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self.loss = loss_for(layers, loss)
         self.storage = Storage(self.units, config.precision.stored, job.axes.copies)
@@ -385,14 +383,14 @@ class Trainer:
             half or self.storage.dtype,
             self.placed,
         )
-        output_shape = partial(self.pipe.input_shape, len(chunks))
+        output_shape = partial(self.pipe.input_shape, len(cut.chunks))
         takes = LOSSES[config.model.loss].takes if loss is None else None
         kind_of_rows = {"classes": Rows, None: RowsForLoss}.get(takes, RowsOfNumbers)
         self.rows = kind_of_rows(
             self.transport,
             layers,
             cache(partial(whole_shape, layers, output_shape)),
-            getattr(model[0].layer, "vocab", 0),
+            getattr(cut.model[0].layer, "vocab", 0),
             self.storage.dtype,
             config.data.attend,
             self.placed,
@@ -415,7 +413,7 @@ class Trainer:
     def decoded(self) -> Sequence[Sequence[Unit]]:
         """The units of each chunk with which text is generated."""
         if not self.layers.rows.partial and self.layers.tokens.ranks == 1:
-            return self._chunks
+            return self._cut.chunks
         # A single new token cannot be divided, so text is generated with whole rows.
         layout = self.config.layout.model_copy(update={"sequence_parallel": False})
         return self.job.cut(self._layers(layout, None), self._made_from).chunks
@@ -432,6 +430,16 @@ class Trainer:
         self.grid.close()
         self._own.close()
         self._own = None
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters of the whole model; a tied tensor counts once."""
+        return parameter_count(self._cut.model)
+
+    @property
+    def frozen_count(self) -> int:
+        """The number of frozen parameters among those of `parameter_count`."""
+        return frozen_count(self._cut.model)
 
     @property
     def parameters(self) -> np.ndarray:
@@ -704,16 +712,24 @@ def _firsts(
     }
 
 
-def parameter_counts(units: Sequence[Unit]) -> tuple[int, int]:
-    """Count the parameters of a model, and the frozen ones among them; a tied tensor counts once."""
-    trained = frozen = 0
-    for unit in units:
-        for p in unit.layer.parameters():
-            if p.name in unit.frozen and p.name not in unit.tied:
-                frozen += math.prod(p.shape)
-            elif p.name not in unit.tied:
-                trained += math.prod(p.shape)
-    return trained + frozen, frozen
+def parameter_count(units: Sequence[Unit]) -> int:
+    """Count the parameters of a model; a tied tensor counts once."""
+    return sum(
+        math.prod(p.shape)
+        for unit in units
+        for p in unit.layer.parameters()
+        if p.name not in unit.tied
+    )
+
+
+def frozen_count(units: Sequence[Unit]) -> int:
+    """Count the frozen parameters among those of `parameter_count`."""
+    return sum(
+        math.prod(p.shape)
+        for unit in units
+        for p in unit.layer.parameters()
+        if p.name not in unit.tied and p.name in unit.frozen
+    )
 
 
 def draw(trainer: Trainer, is_drawn: Callable[[str], bool] = lambda name: True) -> None:

@@ -17,7 +17,7 @@ from mpitrain.run.build import alone, copied_bytes, stage_sizes
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import StepCounts, slow_heads
-from mpitrain.run.trainer import parameter_counts
+from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -119,7 +119,7 @@ def count(unresolved: Config, imbalance: float = 1.0) -> Counted:
         copies["two copies, also of a neighbour's"] = KEPT * copied
     state, parameters = (
         mean(mode_of(config.replication, config.pipeline.schedule).memory),
-        parameter_counts(counter.model)[0],
+        parameter_count(counter.model),
     )
     return Counted(config, axes, parameters, state, copies, rows, stages)
 
