@@ -65,7 +65,7 @@ class Replica:
         self.gradients, self.leaves = storage.gradients(self.sums)
         group = mpitrain.Group(ranks, config.replication.algorithm)
         cuts = storage.buckets(1e6 * config.replication.bucket_mb)
-        self.buckets = Buckets(group, storage, self.sums, cuts, [{*cut.units} for cut in cuts])
+        self.buckets = Buckets(group, self.sums, cuts, [{*cut.units} for cut in cuts])
         whole = Piece(0, storage.length, 0)
         self.optimizer = Optimizer(
             RULES[config.optimizer.name],

@@ -31,9 +31,6 @@ from mpitrain.parallel.grid import Grid
 from mpitrain.regions import Piece
 from mpitrain.transport.device import DeviceTransport
 
-EXACT = Wire("none")
-"""The wire format of sums without compression."""
-
 SUMMED = -1
 """An entry of `Buckets._missing` in place of a unit: the sum over a tied group has not run yet."""
 
@@ -169,59 +166,49 @@ class Buckets:
     delayed  whether the reductions of this step leave errors to later steps (error feedback)
     """
 
+    delayed = False
+
     def __init__(
         self,
         group: Group,
-        layout: FlatLayout,
         flat: Any,
         buckets: Sequence[Bucket],
         writers: Sequence[set[int]],
-        wire: Wire = EXACT,
         overlap: bool = True,
-        dense_steps: int = 0,
         bind: Callable[[Bucket, Any], Reduction] | None = None,
         tied: Sequence[Reduction] = (),
     ):
         """Bind all reductions over the group; collective.
 
-        layout       of the tensors in `flat`
-        flat         1-D
-        writers      for each bucket, the numbers of all that write to it
-        dense_steps  first steps without the wire format
-        bind         binds the reduction of a bucket that has no wire format; None: as the group
-        tied         sums over tied groups, which run before the buckets with `partial` are reduced
+        flat     1-D
+        writers  for each bucket, the numbers of all that write to it
+        bind     binds the exact reduction of a bucket; None: as the group
+        tied     sums over tied groups, which run before the buckets with `partial` are reduced
         """
-        bind = bind or (lambda bucket, view: group.bind(view))
-        self._overlap, self._dense_steps, self._tied = overlap, dense_steps, tied
-        self.buckets = buckets
-        self._writers: list[set[int]] = []
-        # The reductions of the first `dense_steps` steps, and of all others; equal for an exact bucket.
-        self._dense: list[Reduction] = []
-        self._lossy: list[Reduction] = []
-        for number, (bucket, own) in enumerate(zip(buckets, writers, strict=True)):
-            view, bound = flat[bucket.start : bucket.stop], list[Reduction]()
-            is_lossy = wire.name != "none" and not bucket.holders
-            with group.transport.recorder.called(f"bucket {number}"):
-                if dense_steps or not is_lossy:
-                    bound.append(bind(bucket, view))
-                if is_lossy:
-                    bound.append(group.bind_lossy(view, wire, matrices_in(layout, bucket)))
-            self._writers.append({*own, SUMMED} if bucket.partial else {*own})
-            self._dense.append(bound[0])
-            self._lossy.append(bound[-1])
-        self._flat, self._mover = flat, mover(group.transport, [*self._dense, *self._lossy])
-        self._has_errors = any(reduction.state for reduction in self._lossy)
+        self.buckets, self._overlap, self._tied = buckets, overlap, tied
+        self._bind = bind or (lambda bucket, view: group.bind(view))
+        self._writers = [
+            {*own, SUMMED} if bucket.partial else own
+            for bucket, own in zip(buckets, writers, strict=True)
+        ]
+        self._views = [flat[bucket.start : bucket.stop] for bucket in buckets]
+        self._mover = mover(group.transport, self.bound(group))
         self.begin(0)
+
+    def bound(self, group: Group) -> Sequence[Reduction]:
+        """Bind and return all reductions; collective."""
+        self._active = list[Reduction]()
+        for number, (bucket, view) in enumerate(zip(self.buckets, self._views, strict=True)):
+            with group.transport.recorder.called(f"bucket {number}"):
+                self._active.append(self._bind(bucket, view))
+        return self._active
 
     def __len__(self) -> int:
         return len(self.buckets)
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: nothing is ready."""
-        self._is_dense = step < self._dense_steps
-        self._active = self._dense if self._is_dense else self._lossy
         self._missing = [*map(set, self._writers)]
-        self.delayed = self._has_errors and not self._is_dense
 
     def ready(self, writer: int) -> None:
         """Report that a writer has written all its gradients of this step."""
@@ -241,17 +228,58 @@ class Buckets:
             reduction.run()
         self.ready(SUMMED)
         self._mover.wait()
-        if self._is_dense:
-            self._learn()
-
-    def _learn(self) -> None:
-        """Let the wire format learn from the exact sums of a step without it."""
-        for bucket, used, lossy in zip(self.buckets, self._dense, self._lossy, strict=True):
-            if used is not lossy and lossy.learn:
-                lossy.learn(self._flat[bucket.start : bucket.stop])
 
     def state(self) -> list[StateBuffer]:
         """Return the state that wire formats keep between steps, for checkpoints."""
+        return []
+
+
+class LossyBuckets(Buckets):
+    """Buckets in a wire format, except in the first steps; buckets of tensors that other ranks hold are exact."""
+
+    def __init__(
+        self, wire: Wire, layout: FlatLayout, dense_steps: int, group: Group, *of_buckets: Any
+    ):
+        """Bind all reductions over the group; collective.
+
+        layout       of the tensors in the flat buffer
+        dense_steps  first steps without the wire format
+        of_buckets   as those of `Buckets`
+        """
+        self._wire, self._layout, self._dense_steps = wire, layout, dense_steps
+        super().__init__(group, *of_buckets)
+
+    def bound(self, group: Group) -> Sequence[Reduction]:
+        # The reductions of the first `dense_steps` steps, and of all others; equal for an exact bucket.
+        self._dense: list[Reduction] = []
+        self._lossy: list[Reduction] = []
+        for number, (bucket, view) in enumerate(zip(self.buckets, self._views, strict=True)):
+            own = list[Reduction]()
+            with group.transport.recorder.called(f"bucket {number}"):
+                if self._dense_steps or bucket.holders:
+                    own.append(self._bind(bucket, view))
+                if not bucket.holders:
+                    matrices = matrices_in(self._layout, bucket)
+                    own.append(group.bind_lossy(view, self._wire, matrices))
+            self._dense.append(own[0])
+            self._lossy.append(own[-1])
+        return [*self._dense, *self._lossy]
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._active = self._dense if step < self._dense_steps else self._lossy
+        self.delayed = any(reduction.state for reduction in self._active)
+
+    def wait(self) -> None:
+        """Block until all buckets are reduced; after a step without the wire format, it learns from
+        the exact sums.
+        """
+        super().wait()
+        for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
+            if used is not lossy and lossy.learn:
+                lossy.learn(view)
+
+    def state(self) -> list[StateBuffer]:
         buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]

@@ -24,7 +24,7 @@ from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import Device
 from mpitrain.optim import RULES
 from mpitrain.optim.optimizer import StateBuffer
-from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
+from mpitrain.parallel.buckets import Buckets, LossyBuckets, best_bytes, tied_sums, users
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.regions import Piece, share
 from mpitrain.trace.recorder import UPDATE
@@ -477,20 +477,17 @@ class Replica:
         pieces = self.pieces()
         self.summed = dict(zip(pieces, spread(self.gradient_buffer, pieces), strict=True))
         self.squared = spread(self.gradient_buffer, self.counted())
-        self.buckets = Buckets(
-            copies,
-            storage,
-            self.gradient_buffer,
-            self.cuts,
-            [
-                {unit for unit in (*bucket.units, *others) if unit >= self.first}
-                for bucket, others in users(storage, self.cuts).items()
-            ],
-            self.wire,
-            self.settings.overlap,
-            self.settings.exact_steps(self.run.steps),
-            self.bind,
-            tied_sums(self.grid, self.gradient_buffer, storage.spans),
+        writers = [
+            {unit for unit in (*bucket.units, *others) if unit >= self.first}
+            for bucket, others in users(storage, self.cuts).items()
+        ]
+        tied = tied_sums(self.grid, self.gradient_buffer, storage.spans)
+        kind: Callable[..., Buckets] = Buckets
+        if self.wire.name != "none":
+            dense_steps = self.settings.exact_steps(self.run.steps)
+            kind = partial(LossyBuckets, self.wire, storage, dense_steps)
+        self.buckets = kind(
+            copies, self.gradient_buffer, self.cuts, writers, self.settings.overlap, self.bind, tied
         )
 
     def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:

@@ -12,6 +12,7 @@ the caller's backward pass still computes the gradients of earlier parameters.
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from mpitrain.layers.flat import GRAIN, FlatLayout
 from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device, device_for
-from mpitrain.parallel.buckets import Buckets, best_bytes
+from mpitrain.parallel.buckets import Buckets, LossyBuckets, best_bytes
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -120,15 +121,12 @@ class GradientSums:
         group = self.group
         self._flat = self._outer.allocate(layout.length, layout.dtype)
         cuts = layout.buckets(best_bytes(layout, group, settings.bucket_mb))
-        self._buckets = Buckets(
-            group,
-            layout,
-            self._flat,
-            cuts,
-            [set(bucket.units) for bucket in cuts],
-            parse_wire(settings.wire),
-            settings.overlap,
-        )
+        wire = parse_wire(settings.wire)
+        kind: Callable[..., Buckets] = Buckets
+        if wire.name != "none":
+            kind = partial(LossyBuckets, wire, layout, 0)
+        writers = [{*bucket.units} for bucket in cuts]
+        self._buckets = kind(group, self._flat, cuts, writers, settings.overlap)
         self.leaves = [entry.view(self._flat) for entry in layout.entries]
         self._counts = np.zeros(2)
         self._control = Group(self._outer, settings.algorithm).bind(self._counts)

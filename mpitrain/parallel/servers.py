@@ -274,7 +274,7 @@ class Server(Replica):
         self.summed = dict(zip(pieces, compact(self.gradient_buffer, pieces), strict=True))
         self.squared = [self.gradient_buffer]
         self._leaves = []
-        self.buckets = Buckets(self.grid.copies, storage, self.gradient_buffer, (), ())
+        self.buckets = Buckets(self.grid.copies, self.gradient_buffer, (), ())
         self.receive_apart()
 
     def receive_apart(self) -> None:

@@ -406,7 +406,7 @@ class Zero2(Zero1):
             copies.transport,
             [*self._reductions.values(), *self._totals.values(), *self.gathers_in_backward()],
         )
-        self.buckets = Buckets(copies, storage, self.gradient_buffer, (), ())  # none is whole
+        self.buckets = Buckets(copies, self.gradient_buffer, (), ())  # none is whole
         # The key is the index of a full-size buffer. The flag says whether this is the step's last
         # micro-batch.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}
