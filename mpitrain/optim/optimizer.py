@@ -7,7 +7,6 @@ which need sums over whole tensors, in tensors.py.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,7 +19,7 @@ from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Arena, Backend
 from mpitrain.ops import Ops
-from mpitrain.regions import Piece, overlap
+from mpitrain.regions import Piece
 from mpitrain.transport.base import Transport
 
 Shape = Callable[[Parameter], tuple[int, ...] | None]
@@ -34,19 +33,6 @@ def elements(tensor: Parameter) -> tuple[int, ...]:
     the tensor stores this state whole.
     """
     return tensor.shape
-
-
-@dataclass(frozen=True)
-class ElementsOf:
-    """The tensor's own shape, as `elements`, for some tensors; other tensors have no such state.
-
-    of  (tensor) -> whether it has such state
-    """
-
-    of: Callable[[Parameter], bool]
-
-    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
-        return tensor.shape if self.of(tensor) else None
 
 
 def rows(tensor: Parameter) -> tuple[int, ...]:
@@ -261,23 +247,6 @@ ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
 """The `FactSums` of a rank that has all elements of its tensors."""
 
 
-def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
-    """Return the layout of a buffer with an array of this shape for each tensor, from `start` on."""
-    layout: list[Entry] = []
-    for entry in entries:
-        dims = shape(entry.parameter)
-        if dims is not None:
-            whole = entry.parameter._replace(shape=dims, slices=None)
-            layout.append(Entry(entry.name, whole, entry.unit, start))
-            start = layout[-1].stop
-    return layout
-
-
-def touched(storage: Storage, piece: Piece) -> list[Entry]:
-    """Return the tensors with elements in a piece."""
-    return [entry for entry in storage.entries if overlap(entry, piece)]
-
-
 class StateBuffer(NamedTuple):
     """An array of a rank that checkpoints save, and into which loading writes.
 
@@ -310,52 +279,6 @@ class StateBuffer(NamedTuple):
         """The dtype of the elements in files: float32 for 16 bits, which not all tools read."""
         is_half = self.array.dtype.itemsize == 2 and self.array.dtype.kind in "fV"
         return np.dtype(np.float32) if is_half else self.array.dtype
-
-
-class StateLayout(NamedTuple):
-    """The layout of a buffer of optimizer state.
-
-    length           elements of the buffer
-    pieces, entries  as in `StateBuffer`
-    tensors          {tensor: (offset, shape of its view)}; None: the buffer has one element for
-                     each element of the pieces, in their order
-    """
-
-    length: int
-    pieces: Sequence[Piece]
-    entries: Sequence[Entry] = ()
-    tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
-
-    def views(self, buffer: Any) -> dict[str, Any]:
-        """Return {tensor: its view of a buffer}; empty if `tensors` is None."""
-        return {
-            name: buffer[start : start + math.prod(shape)].reshape(shape)
-            for name, (start, shape) in (self.tensors or {}).items()
-        }
-
-
-def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    if shape is elements:
-        return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
-    if isinstance(shape, ElementsOf):
-        return _elements_of(shape, storage, pieces)
-    own = {entry.name: entry for piece in pieces for entry in touched(storage, piece)}
-    entries = laid_out(own.values(), shape)
-    count = entries[-1].stop if entries else 0
-    tensors = {entry.name: (entry.start, entry.parameter.shape) for entry in entries}
-    return StateLayout(count, [Piece(0, count, 0)], entries, tensors)
-
-
-def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
-    by_tensor, length = dict[str, Piece](), 0
-    for piece in pieces:
-        for entry in touched(storage, piece):
-            if shape(entry.parameter) is not None:
-                both = overlap(entry, piece)
-                by_tensor[entry.name] = Piece(both.start, both.stop, length)
-                length += len(both)
-    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in by_tensor.items()}
-    return StateLayout(length, list(by_tensor.values()), tensors=tensors)
 
 
 class GroupRun(NamedTuple):
@@ -403,11 +326,8 @@ class Optimizer:
     This is the class of element-wise rules. The step of another rule names a subclass.
 
     bound  what `update` runs through: the `UpdateCall`s of each piece
-    state  {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
-           elements    the state of each element of all pieces. The state of element
-                       `piece.start` of the flat buffer is at `piece.offset`.
-           ElementsOf  the same, for some of the tensors
-           any other   one small whole array for each tensor with an element in a piece
+    state  {name: buffer}, 1-D: the state of each element of all pieces. That of element
+           `piece.start` of the flat buffer is at `piece.offset`
     """
 
     def __init__(
@@ -428,10 +348,8 @@ class Optimizer:
         """
         self.settings, self.storage, self.pieces = settings, storage, [*arrays]
         self.ops, self.backend, self.arena = ops, backend, arena
+        self.rule = rule
         self.step: Any = rule.step
-        self.layouts = {
-            name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
-        }
         self.allocate(sums)
         self.bound = self.bind(arrays)
 
@@ -443,20 +361,12 @@ class Optimizer:
     @classmethod
     def state_bytes(cls, rule: Rule, storage: Storage) -> float:
         """Return the bytes of optimizer state for all trained tensors of a storage."""
-        small = [
-            shape(entry.parameter)
-            for entry in storage.entries
-            for shape in rule.state.values()
-            if shape is not elements
-        ]
-        others = sum(math.prod(shape) for shape in small if shape is not None)
-        itemsize = storage.dtype.itemsize
-        return rule.nbytes(itemsize) * storage.length + itemsize * others
+        return rule.nbytes(storage.dtype.itemsize) * storage.length
 
     def allocate(self, sums: Callable[[], FactSums]) -> None:
-        zeros, dtype = self.backend.zeros, self.storage.dtype
+        length = sum(piece.stop - piece.start for piece in self.pieces)
         self.state: Mapping[str, Any] = {
-            name: zeros(layout.length, dtype) for name, layout in self.layouts.items()
+            name: self.backend.zeros(length, self.storage.dtype) for name in self.rule.state
         }
 
     def bind(self, arrays: Arrays) -> Mapping[Piece, Sequence[Any]]:
@@ -481,10 +391,7 @@ class Optimizer:
 
     def buffers(self) -> list[StateBuffer]:
         """Return the state for checkpoints."""
-        return [
-            StateBuffer(name, array, self.layouts[name].pieces, entries=self.layouts[name].entries)
-            for name, array in self.state.items()
-        ]
+        return [StateBuffer(name, array, self.pieces) for name, array in self.state.items()]
 
     def update(
         self,

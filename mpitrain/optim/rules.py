@@ -31,7 +31,6 @@ from mpitrain.ops.codes import SIGNED, UNSIGNED
 from mpitrain.optim.coded import BlockWise
 from mpitrain.optim.optimizer import (
     SETTINGS,
-    ElementsOf,
     ElementWise,
     Rule,
     TorchClass,
@@ -41,7 +40,7 @@ from mpitrain.optim.optimizer import (
     rows,
     scalar,
 )
-from mpitrain.optim.tensors import MatrixBlock, Round, TensorPiece, TensorWise, Whole
+from mpitrain.optim.tensors import ElementsOf, MatrixBlock, Round, TensorPiece, TensorWise, Whole
 from mpitrain.tables import Table
 
 ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")

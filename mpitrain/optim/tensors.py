@@ -10,7 +10,9 @@ on several ranks, so an update has three phases:
 A rule may also compute on whole tensors (`Whole`). One rank computes each tensor.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,21 +20,35 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Parameter
-from mpitrain.layers.flat import Entry
+from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.optim.optimizer import (
     Arrays,
     FactSums,
     HyperParameters,
     Optimizer,
+    Rule,
     Shape,
+    StateBuffer,
     Update,
+    elements,
     group_of,
-    laid_out,
-    touched,
 )
 from mpitrain.regions import Piece, overlap
 from mpitrain.transport.base import Request, Transport
+
+
+@dataclass(frozen=True)
+class ElementsOf:
+    """The tensor's own shape, as `elements`, for some tensors; other tensors have no such state.
+
+    of  (tensor) -> whether it has such state
+    """
+
+    of: Callable[[Parameter], bool]
+
+    def __call__(self, tensor: Parameter) -> tuple[int, ...] | None:
+        return tensor.shape if self.of(tensor) else None
 
 
 class MatrixBlock(NamedTuple):
@@ -123,6 +139,69 @@ Elements = tuple[int, int]
 """Elements [start, stop) of a flattened tensor."""
 
 
+def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
+    """Return the layout of a buffer with an array of this shape for each tensor, from `start` on."""
+    layout: list[Entry] = []
+    for entry in entries:
+        dims = shape(entry.parameter)
+        if dims is not None:
+            whole = entry.parameter._replace(shape=dims, slices=None)
+            layout.append(Entry(entry.name, whole, entry.unit, start))
+            start = layout[-1].stop
+    return layout
+
+
+def touched(storage: Storage, piece: Piece) -> list[Entry]:
+    """Return the tensors with elements in a piece."""
+    return [entry for entry in storage.entries if overlap(entry, piece)]
+
+
+class StateLayout(NamedTuple):
+    """The layout of a buffer of optimizer state.
+
+    length           elements of the buffer
+    pieces, entries  as in `StateBuffer`
+    tensors          {tensor: (offset, shape of its view)}; None: the buffer has one element for
+                     each element of the pieces, in their order
+    """
+
+    length: int
+    pieces: Sequence[Piece]
+    entries: Sequence[Entry] = ()
+    tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+
+    def views(self, buffer: Any) -> dict[str, Any]:
+        """Return {tensor: its view of a buffer}; empty if `tensors` is None."""
+        return {
+            name: buffer[start : start + math.prod(shape)].reshape(shape)
+            for name, (start, shape) in (self.tensors or {}).items()
+        }
+
+
+def layout_of(shape: Shape, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
+    if shape is elements:
+        return StateLayout(sum(piece.stop - piece.start for piece in pieces), pieces)
+    if isinstance(shape, ElementsOf):
+        return _elements_of(shape, storage, pieces)
+    own = {entry.name: entry for piece in pieces for entry in touched(storage, piece)}
+    entries = laid_out(own.values(), shape)
+    count = entries[-1].stop if entries else 0
+    tensors = {entry.name: (entry.start, entry.parameter.shape) for entry in entries}
+    return StateLayout(count, [Piece(0, count, 0)], entries, tensors)
+
+
+def _elements_of(shape: ElementsOf, storage: Storage, pieces: Sequence[Piece]) -> StateLayout:
+    by_tensor, length = dict[str, Piece](), 0
+    for piece in pieces:
+        for entry in touched(storage, piece):
+            if shape(entry.parameter) is not None:
+                both = overlap(entry, piece)
+                by_tensor[entry.name] = Piece(both.start, both.stop, length)
+                length += len(both)
+    tensors = {name: (own.offset, (own.stop - own.start,)) for name, own in by_tensor.items()}
+    return StateLayout(length, list(by_tensor.values()), tensors=tensors)
+
+
 class Divided(NamedTuple):
     """A tensor whose elements are on several ranks. Its owner, one of them, computes the result.
 
@@ -210,8 +289,8 @@ class Results:
                 else self._transport.start_send
             )
             peers = divided.others.items() if divided.is_owner else [(divided.owner, None)]
-            for rank, elements in peers:
-                array = divided.array if elements is None else divided.array[slice(*elements)]
+            for rank, own in peers:
+                array = divided.array if own is None else divided.array[slice(*own)]
                 requests.append(start(array, rank, self._tag))
         for request in requests:
             request.wait()
@@ -319,12 +398,35 @@ class _Sums(NamedTuple):
 
 
 class TensorOptimizer(Optimizer):
-    """The optimizer of a tensor-wise rule; `bound` has (piece, fragment) for each tensor in a piece."""
+    """The optimizer of a tensor-wise rule; `bound` has (piece, fragment) for each tensor in a piece.
+
+    state  {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
+           elements    as in `Optimizer`
+           ElementsOf  the same, for some of the tensors
+           any other   one small whole array for each tensor with an element in a piece
+    """
+
+    @classmethod
+    def state_bytes(cls, rule: Rule, storage: Storage) -> float:
+        others = [
+            shape(entry.parameter)
+            for entry in storage.entries
+            for shape in rule.state.values()
+            if shape is not elements
+        ]
+        count = sum(math.prod(shape) for shape in others if shape is not None)
+        return super().state_bytes(rule, storage) + storage.dtype.itemsize * count
 
     def allocate(self, sums: Callable[[], FactSums]) -> None:
         """Allocate the state and the vectors of sums, and bind their all-reduces; collective."""
-        super().allocate(sums)
         storage, backend, step, summing = self.storage, self.backend, self.step, sums()
+        self.layouts = {
+            name: layout_of(shape, storage, self.pieces) for name, shape in self.rule.state.items()
+        }
+        self.state = {
+            name: backend.zeros(layout.length, storage.dtype)
+            for name, layout in self.layouts.items()
+        }
         # {name: {tensor: its view}} of the buffers that have `StateLayout.tensors`.
         self._by_tensor = {
             name: layout.views(self.state[name])
@@ -350,6 +452,12 @@ class TensorOptimizer(Optimizer):
             backend,
             summing.shards if step.whole else None,
         )
+
+    def buffers(self) -> list[StateBuffer]:
+        return [
+            buffer._replace(pieces=layout.pieces, entries=layout.entries)
+            for buffer, layout in zip(super().buffers(), self.layouts.values(), strict=True)
+        ]
 
     def bind(self, arrays: Arrays) -> Mapping[Piece, Sequence[tuple[TensorPiece, _Fragment]]]:
         return {
