@@ -41,15 +41,7 @@ from mpitrain.pipeline.pipeline import Chunks
 from mpitrain.pipeline.schedules import NAMED, Plan, plan_of, table_of
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import check
-from mpitrain.run.rules import (
-    check_each,
-    of_device,
-    of_plan,
-    of_ranks,
-    of_rows,
-    of_shares,
-    sequences_of,
-)
+from mpitrain.run.rules import check_each, of_device, of_plan, of_ranks, sequences_of
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -209,8 +201,8 @@ class Job:
         """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
         config = self.config.changed({"batch.micro_batches": micro_batches})
         try:
-            check_each(of_rows(config, self.axes))
-            return replace(self, config=config, plan=_planned(config, self.axes))
+            config, plan = _planned(config, self.axes)
+            return replace(self, config=config, plan=plan)
         except ConfigError:
             return None
 
@@ -408,7 +400,7 @@ def resolve_here(config: Config, hosts: Sequence[str], keys: dict[str, str] | No
     config = with_hyper_parameters(config)
     sizes = axes(config, len(hosts))
     divisor(sizes, hosts, config.replication.shard)  # raises an error
-    plan = _planned(config, sizes)
+    config, plan = _planned(config, sizes)
     device = device_for(
         config.device.kind,
         config.device.gemm,
@@ -418,14 +410,9 @@ def resolve_here(config: Config, hosts: Sequence[str], keys: dict[str, str] | No
         passes=config.device.passes,
         tensor_cores=config.device.tensor_cores,
     )
-    config = config.changed({"batch.micro_batches": plan.micro_batches})
     if config.memory.recompute == "attention" and _is_tiled(config):
         # Tiles save only one number of each row, and compute the probabilities again anyway.
         config = config.changed({"memory.recompute": "none"})
-    # Each micro-batch needs a row; their number may have changed.
-    check_each(of_shares(config, sizes.dp))
-    if config.layout.sequence_parallel:
-        check_each(of_rows(config, sizes))
     parse_wire(config.replication.wire)  # raises an error
     file = config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
@@ -486,8 +473,8 @@ def slow_heads(config: Config) -> str:
     )
 
 
-def _planned(config: Config, sizes: Axes) -> Plan:
-    """Make the pipeline plan of the configured schedule, or read it from a file."""
+def _planned(config: Config, sizes: Axes) -> tuple[Config, Plan]:
+    """Return the configuration with a number of micro-batches, and the plan of its schedule or of a file."""
     settings, stages, micro_batches = config.pipeline, sizes.pp, config.batch.micro_batches
     name, chunks = settings.schedule, settings.chunks or None
     if name in NAMED and not micro_batches:
@@ -499,8 +486,9 @@ def _planned(config: Config, sizes: Axes) -> Plan:
         from mpitrain.pipeline.schedule_files import find_plan  # It checks what others have made.
 
         plan = find_plan(name, stages, micro_batches or None, chunks)
-    check_each(of_plan(config, plan, stages))
-    return plan
+    config = config.changed({"batch.micro_batches": plan.micro_batches})
+    check_each(of_plan(config, plan, sizes))
+    return config, plan
 
 
 def _filling(stages: int, rows: int, fitting: int) -> int:

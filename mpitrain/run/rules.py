@@ -391,9 +391,10 @@ def of_injection(text: str, ranks: int, steps: int) -> Iterator[Rule]:
     )
 
 
-def of_plan(config: Config, plan: Plan, stages: int) -> Iterator[Rule]:
-    """The rules of a pipeline schedule with its stages and its number of micro-batches."""
+def of_plan(config: Config, plan: Plan, mesh: Axes) -> Iterator[Rule]:
+    """The rules of a pipeline schedule on a mesh, and of its micro-batches, whose number is resolved."""
     schedule, zero, chunks = config.pipeline.schedule, config.replication.zero, len(plan.stage_of)
+    stages = mesh.pp
     yield (
         plan.micro_batches < stages,
         f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
@@ -416,6 +417,9 @@ def of_plan(config: Config, plan: Plan, stages: int) -> Iterator[Rule]:
         "would gather units a third time.",
         "Set memory.recompute to unit, or replication.zero to 2.",
     )
+    yield from of_shares(config, mesh.dp)
+    if config.layout.sequence_parallel:
+        yield from of_rows(config, mesh)
 
 
 def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:

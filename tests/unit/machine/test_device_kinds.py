@@ -13,6 +13,7 @@ from mpitrain.machine import compiling, process
 from mpitrain.machine.backend import size_class
 from mpitrain.ops import device as devices
 from mpitrain.ops.device import backend_for
+from mpitrain.run.build import build
 from mpitrain.run.job import agree_on
 from mpitrain.transport import device
 from mpitrain.transport.device import (
@@ -28,6 +29,7 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
 from tests.processes import run
+from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +81,18 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
     seen = iter(gpus * 2)
     monkeypatch.setattr(process, "gpus", lambda: next(seen))
     assert run_ranks(3, run) == [kind] * 3
+
+
+def test_a_rank_with_a_gpu_and_one_without_begin_a_run_together(one_gpu, monkeypatch):
+    """The one without has opened the data before both know that the kind is cpu."""
+    here, config = threading.local(), configured(*TINY, "device.kind=auto")
+    monkeypatch.setattr(process, "gpus", lambda: getattr(here, "seen", 0))
+
+    def kind(transport):
+        here.seen = transport.rank
+        return build(transport, config).config.device.kind
+
+    assert run_ranks(2, kind) == ["cpu", "cpu"]
 
 
 def test_what_auto_has_become_is_held_to_its_laws(one_gpu):
