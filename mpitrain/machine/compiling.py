@@ -225,20 +225,25 @@ def compiled_once(
     raises   ConfigError if the folder cannot be written, and what `compile` raises
     """
     if not _is_whole(target):
-        try:
-            with locked(target, source, waits) as (is_free, is_locked):
-                if is_free and not _is_whole(target):
-                    # The host's name stands in it, because locks of some file systems end at the host.
-                    prefix = f".{target.name}.{platform.node()}."
-                    if is_locked:
-                        _remove_leftovers(target.parent, prefix)
-                    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
-                        compile(part := Path(folder) / target.name)
-                        _publish(part, target)
-        except OSError as error:
-            remedy = "Set XDG_CACHE_HOME to a folder that you may write to."
-            raise cannot_write(path_of(error) or target, error, remedy) from None
+        _compile(target, source, compile, waits)
     return target
+
+
+def _compile(target: Path, source: str, compile: Callable[[Path], object], waits: bool) -> None:
+    """Compile `target`, as `compiled_once`, unless another rank does so meanwhile."""
+    try:
+        with locked(target, source, waits) as (is_free, is_locked):
+            if is_free and not _is_whole(target):
+                # The host's name stands in it, because locks of some file systems end at the host.
+                prefix = f".{target.name}.{platform.node()}."
+                if is_locked:
+                    _remove_leftovers(target.parent, prefix)
+                with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
+                    compile(part := Path(folder) / target.name)
+                    _publish(part, target)
+    except OSError as error:
+        remedy = "Set XDG_CACHE_HOME to a folder that you may write to."
+        raise cannot_write(path_of(error) or target, error, remedy) from None
 
 
 def _remove_leftovers(folder: Path, prefix: str) -> None:

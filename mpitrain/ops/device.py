@@ -174,6 +174,13 @@ def device_for(
             return Device(backend, host_ops(attention, passes), compute=compute)
         ops, mirror = rounded(compute, attention, passes)
         return Device(backend, ops, mirror=mirror, compute=compute)
+    return _with_kernels(backend, gemm, tiles, checked, compute, tensor_cores)
+
+
+def _with_kernels(
+    backend: Backend, gemm: str, tiles: str, checked: bool, compute: str, tensor_cores: str
+) -> Device:
+    """Return the device that computes on a backend's arrays by kernels, as `device_for`."""
     from mpitrain.ops.cuda import product, wire
 
     multiply = product.chosen(gemm, tiles, tensor_cores)

@@ -87,8 +87,8 @@ class WholeState(NamedTuple):
             dk, dv = every_dkv[:, sequence]
             dk[:, seen:] = dv[:, seen:] = 0
             parts = self.parts(sequence, reversed(self.blocks), scratch)
-            for dscore, part_of in zip(reversed(dscores), parts, strict=True):
-                rows, keys, _, exp, inverse, masks = part_of
+            backwards = zip(parts, reversed(dscores), strict=True)
+            for (rows, keys, _, exp, inverse, masks), dscore in backwards:
                 dscore, is_last = dscore[..., keys], rows.stop == total
                 if is_last:
                     dk[:, : keys.start] = dv[:, : keys.start] = 0
@@ -116,24 +116,23 @@ def attended(q, kv, heads, drop, arena, seen=CAUSAL, passes_of=by_numpy):
     (batch, count, columns), length = q.shape, kv.shape[1]
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
+    each = heads // groups
     y, blocks = arena.take(q.shape, q.dtype), []
     for start in range(0, count, QUERIES):
         stop = min(start + QUERIES, count)
-        shape = batch, groups, heads // groups, stop - start
+        shape = batch, groups, each, stop - start
         exp = arena.take((*shape, min(stop + seen.offset, length)), q.dtype)
         blocks.append(QueryBlock(slice(start, stop), exp, arena.take((*shape, 1), q.dtype)))
     scratch = _scratch(blocks, arena) if drop else None
-    every_scaled = arena.take((groups, heads // groups, min(count, QUERIES), width), q.dtype)
-    queries, out = split_heads(q, groups, heads // groups), split_heads(y, groups, heads // groups)
-    scale = seen.scale or width**-0.5
+    every_scaled = arena.take((groups, each, min(count, QUERIES), width), q.dtype)
+    queries, out = split_heads(q, groups, each), split_heads(y, groups, each)
+    every_kv, passes, scale = split_heads(kv, 2, groups), passes_of(y), seen.scale or width**-0.5
     bounds = Bounds.of(seen, batch, count) if seen.window or seen.starts is not None else None
-    every_kv, passes = split_heads(kv, 2, groups), passes_of(y)
     state = WholeState(queries, every_kv, blocks, drop, seen, bounds, passes)
     for sequence in rounds(range(batch), q):
         k, v = every_kv[:, sequence, :, None]
-        for rows, keys, (starts, ends), exp, inverse, masks in state.parts(
-            sequence, blocks, scratch
-        ):
+        parts = state.parts(sequence, blocks, scratch)
+        for rows, keys, (starts, ends), exp, inverse, masks in parts:
             scaled, own_k = every_scaled[:, :, : exp.shape[2]], k[:, :, keys].swapaxes(2, 3)
             np.multiply(queries[:, sequence, :, rows], scale, out=scaled)
             np.matmul(scaled, own_k, out=exp)
@@ -143,8 +142,7 @@ def attended(q, kv, heads, drop, arena, seen=CAUSAL, passes_of=by_numpy):
                 _weigh_shifted(end, starts, ends, exp, inverse)
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
-            # The product goes into contiguous scratch, so that only one of the two writes is
-            # strided.
+            # The product goes into contiguous scratch, so that only one of the two writes is strided.
             np.matmul(exp, v[:, :, keys], out=scaled)
             np.multiply(scaled, inverse, out=out[:, sequence, :, rows])
     return y, state

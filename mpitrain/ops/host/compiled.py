@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,20 +70,22 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
         f"{INSTEAD.capitalize()}; remove {refusal} to try again; or set XDG_CACHE_HOME to a folder "
         "from which the system runs code."
     )
-
-    def compile(part: Path) -> None:
-        if reason := _recent(refusal):
-            raise KernelError(reason, way_out)
-        say(f"compiling {SOURCE.name}, once on a machine")
-        try:
-            compile_cpp([*flags, str(SOURCE)], part, SOURCE.name, way_out, COMPILING)
-            _bound(part, number, way_out)
-        except KernelError as error:
-            with suppress(OSError):
-                write_whole(refusal, error.law)
-            raise
-
+    compile = partial(_compile, flags=flags, number=number, refusal=refusal, way_out=way_out)
     return _bound(compiled_once(target, SOURCE.name, compile), number, way_out)
+
+
+def _compile(part: Path, flags: list[str], number: type, refusal: Path, way_out: str) -> None:
+    """Compile the library `part`, and keep the reason in the file `refusal` if that fails."""
+    if reason := _recent(refusal):
+        raise KernelError(reason, way_out)
+    say(f"compiling {SOURCE.name}, once on a machine")
+    try:
+        compile_cpp([*flags, str(SOURCE)], part, SOURCE.name, way_out, COMPILING)
+        _bound(part, number, way_out)
+    except KernelError as error:
+        with suppress(OSError):
+            write_whole(refusal, error.law)
+        raise
 
 
 def _recent(refusal: Path) -> str:

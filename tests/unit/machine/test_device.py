@@ -1,6 +1,7 @@
 """One function makes what belongs to a device, and one list says which kinds there are."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
@@ -14,6 +15,7 @@ from mpitrain.kernels.cuda import CudaEngine
 from mpitrain.machine.backend import Arena
 from mpitrain.machine.process import KINDS
 from mpitrain.ops.device import BACKENDS, KERNELS, device_for, host_ops, ops_for
+from mpitrain.ops.host.passes import by_numpy
 from tests.fakes import cupy
 from tests.processes import run
 
@@ -34,11 +36,16 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     device = device_for("cpu", "library", "no such table of tiles")
     assert device.kernels is device.multiply is None
-    numpy_s = vars(host_ops())
-    for ops in (device.ops, ops_for("cpu")):
-        # Forwards of attention are made anew for a value of memory.attention.
-        others = {name for name, run in vars(ops).items() if run is not numpy_s[name]}
-        assert others == {"attention", "attention_dropout", "attention_part"}
+
+    def bodies(ops):
+        """Each operation's function, and the passes and the memory.attention that it is bound to."""
+        return {
+            name: (run.func, *run.args) if isinstance(run, partial) else run
+            for name, run in vars(ops).items()
+        }
+
+    assert bodies(device.ops) == bodies(ops_for("cpu")) == bodies(host_ops())
+    assert bodies(host_ops())["gelu"][1] is by_numpy
     half = ops_for("cpu", compute="bfloat16")
     (rounded, _), (exact, _) = (
         ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, host_ops())
