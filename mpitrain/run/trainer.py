@@ -272,6 +272,8 @@ class Trainer:
         The replica on this rank, of the mode of data parallelism.
     grid : Grid
         The device mesh: this rank's coordinates, and a group of ranks along each axis.
+    placed : callable
+        Copies rows to the device. Features are rounded where activations are stored in 16 bits.
 
     Raises
     ------
@@ -280,7 +282,7 @@ class Trainer:
 
     Notes
     -----
-    Construction is collective, and so are all methods except `share` and `placed`.
+    Construction is collective, and so are all methods except `share`.
     """
 
     def __init__(
@@ -516,7 +518,8 @@ class Trainer:
         replica, config, rows = self.replica, self.config, self.rows
         own, count = replica.share(config.batch.size), config.batch.micro_batches
 
-        # This rank's tokens of the rows, checked and without padding. A parameter server has no rows.
+        # This rank's tokens of the rows, checked and without padding, in micro-batches. A parameter
+        # server has no rows.
         inputs, whole, starts, types = rows.read(inputs, targets, f"step {index + 1}", len(own))
         targets, places = whole, None
         if starts is not None or self.layers.tokens.ranks > 1:
