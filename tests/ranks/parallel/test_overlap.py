@@ -30,7 +30,7 @@ def poll_until_launched(buckets):
 
     def launched():
         buckets._mover.poll()
-        return all(one._step > 0 for one in buckets._mover._started)
+        return all(one._awaited is not one._recorded for one in buckets._mover._started)
 
     buckets._mover._transport.wait_until(launched)
 
