@@ -28,7 +28,7 @@ from mpitrain.run.checkpoint.loading import parameters, put
 from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_chosen, read_manifest
 from mpitrain.run.checkpoint.regions import Region, described, holdings, joined_dim
 from mpitrain.run.checkpoint.saving import PARAMETERS
-from mpitrain.run.model_keys import adapter_keys, check_keys, check_vocabulary, determined
+from mpitrain.run.model_keys import adapter_keys, check_keys, determined
 from mpitrain.run.run_dir import CHECKPOINTS, check_meaning, is_run
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
@@ -104,9 +104,7 @@ def open_models(
         _check_head_is_there(base, units())
     if config.lora.init_from:
         adapter, record = open_adapter(config)
-        check_layers(adapter, config, units())
-        if rank == 0:
-            check_head(adapter, base)
+        check_adapter(adapter, base, config, units(), rank)
     return Models(base, adapter, record, bool(config.lora.rank))
 
 
@@ -139,7 +137,13 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
     else:
         initial = format_of(folder).read(folder)
     check_keys(config.run.init_from, initial.keys, config.flat())
-    check_vocabulary(config, initial.keys, vocabulary)
+    wanted = initial.keys.get("data.vocabulary", 0)
+    is_fixed = wanted and initial.keys["model.kind"] in peft.ARCHITECTURES
+    if is_fixed and vocabulary and wanted != vocabulary:
+        raise ConfigError(
+            f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {vocabulary}.",
+            "Encode the text with the tokenizer of that model: mpitrain data prepare --tokenizer.",
+        )
     return initial
 
 
@@ -307,8 +311,14 @@ def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
     return adapter, record if is_same else {}
 
 
-def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> None:
-    """Raise ConfigError unless adapters belong to the layers that lora.targets names."""
+def check_adapter(
+    adapter: Initial, base: Initial, config: Config, units: Sequence[Unit], rank: int
+) -> None:
+    """Raise an error unless adapters belong to these layers and to this base.
+
+    raises  ConfigError if they belong to other layers than lora.targets names; CheckpointError, on rank 0, if a PEFT
+            folder has a head (lm_head) unlike that of the base
+    """
     chosen = chosen_targets([*targets(units)], config.lora.targets)
     configured = {f"{target.layer}.{target.region}".removesuffix(".") for target in chosen}
     stored = {name.rpartition(".")[0] for name in adapter.tensors if is_adapter(name)}
@@ -318,12 +328,8 @@ def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> Non
             f"The adapter {config.lora.init_from} {which} {different[0]}, but lora.targets {way} this layer.",
             "Leave out lora.targets, or start without the adapter.",
         )
-
-
-def check_head(adapter: Initial, base: Initial) -> None:
-    """Raise CheckpointError if a PEFT folder has a head (lm_head) unlike the head of the base."""
     head = adapter.tensors.get(HEAD)
-    if not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
+    if rank > 0 or not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
         return
     weight = base.tensors.get(HEAD) or base.tensors.get("embedding.tokens")
     with refusing(adapter.folder):

@@ -183,16 +183,6 @@ _SIZES = ("model.kind", "model.width")
 """Keys that the number of hidden units follows from."""
 
 
-def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
-    wanted = stored.get("data.vocabulary", 0)
-    if wanted in (0, entries) or not entries or stored["model.kind"] not in peft.ARCHITECTURES:
-        return
-    raise ConfigError(
-        f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",
-        "Encode the text with the tokenizer of that model: mpitrain data prepare --tokenizer.",
-    )
-
-
 OF_ADAPTER = ("rank", "alpha", "targets")
 """The keys of [lora] that the tensors of an adapter determine."""
 
