@@ -117,14 +117,6 @@ class LowRank:
             "relu": (ops.relu, ops.relu_backward),
         }[activation]
 
-    def activated(self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return (y, saved) of `multiply`, with the activation of the layer."""
-        y, saved = self.multiply(w, x, now, bias, arena)
-        if self._activate is None:
-            return y, saved
-        y, slope = self._activate(y, arena)
-        return y, (saved, slope)
-
     def multiply(
         self,
         w: Weights,
@@ -135,7 +127,7 @@ class LowRank:
         out: Any = None,
         residual: Any = None,
     ) -> tuple[Any, Any]:
-        """Return (y, saved), without an activation: y = x W^T + bias + adapters + residual.
+        """Return (y, saved), y = activation(x W^T + bias + adapters + residual).
 
         x            (M, K)
         y, residual  (M, N)
@@ -157,10 +149,13 @@ class LowRank:
         if residual is not None and not self.adapters[0].is_whole:
             own.add(delta, residual, delta, arena)
         y, saved = own.linear(x, w["weight"], bias, arena, out, delta)
-        return y, (saved, states, now)
+        if self._activate is None:
+            return y, (saved, states, now)
+        y, slope = self._activate(y, arena)
+        return y, ((saved, states, now), slope)
 
     def state(self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena) -> Any:
-        """Return `saved` of `multiply`, without computing y."""
+        """Return `saved` of `multiply`, without computing y, for a layer without an activation."""
         states, dropped = [], self._dropped(x, now, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)

@@ -263,23 +263,17 @@ class Layer(Protocol):
 
 
 def backward(
-    layer: Any,
-    w: Weights,
-    dy: np.ndarray,
-    saved: Any,
-    dw: Gradients,
-    arena: Arena,
-    fused: np.ndarray | None = None,
-) -> np.ndarray | None:
+    layer: Any, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, fused: Any = None
+) -> Any:
     """Run both halves of a layer's backward, by its own `backward` if it has one.
 
     fused    the last argument of a fused call (`Fusion`); None: the call is not fused
     returns  dx, or None if the input has no gradient
     """
     # Unpacking arguments from a tuple would keep `saved` alive.
-    if both := getattr(layer, "backward", None):
+    if own := getattr(layer, "backward", None):
         return (
-            both(w, dy, saved, dw, arena) if fused is None else both(w, dy, saved, dw, arena, fused)
+            own(w, dy, saved, dw, arena) if fused is None else own(w, dy, saved, dw, arena, fused)
         )
     half = layer.backward_input
     dx, pending = half(w, dy, saved, arena) if fused is None else half(w, dy, saved, arena, fused)
@@ -288,33 +282,22 @@ def backward(
     return dx
 
 
-class GeluCut(NamedTuple):
-    """How a layer y = gelu(z) leaves the backward of its GELU to the next layer.
-
-    forward  (w, x, now, arena) -> (y, saved, slope), called in place of the layer's own forward; slope is
-             the derivative of the GELU at z, an argument of the next layer's backward
-    bare     a layer with the same weights and output z, whose backward takes dz and `saved`
-    """
-
-    forward: Callable[..., tuple[Any, Any, Any]]
-    bare: Layer
-
-
 class Fusion(NamedTuple):
-    """The fused calls that a layer offers. Each has one more argument, after the arena.
+    """The fused calls that a layer offers. The first three have one more argument, after the arena.
 
     adds_to_output  forward(w, x, now, arena, residual): y includes the residual in its sum
     adds_to_input   backward_input(w, dy, saved, arena, residual): dx includes it; `backward` alike
     takes_gelu      backward_input(w, dy, saved, arena, slope), of a layer with input x = gelu(z):
                     returns dz in place of dx, and may write over the slope; `backward` alike
-    gelu_cut        how this layer, y = gelu(z), leaves the backward of its GELU to the next one;
-                    None: it does not
+    gelu_cut        this layer, y = gelu(z), without its GELU: with the same weights, and output z. So
+                    the next layer can compute the backward of the GELU. The layer itself saves
+                    (what this one saves, slope), where the slope is the GELU's derivative at z
     """
 
     adds_to_output: bool = False
     adds_to_input: bool = False
     takes_gelu: bool = False
-    gelu_cut: GeluCut | None = None
+    gelu_cut: Layer | None = None
 
 
 def fusion_of(layer: Any) -> Fusion:
@@ -393,7 +376,7 @@ class WholeRows:
         return whole
 
     def whole(self, x: Any) -> Any:
-        """Return all rows of x, the input of a layer."""
+        """Return all rows of x, the input of a layer, as sequences (B, T, C)."""
         return x
 
     def own(self, x: Any) -> Any:
@@ -412,16 +395,8 @@ class WholeRows:
         """Return the state with all rows of the input, from a state that `kept` returned."""
         return saved
 
-    def sequences(self, x: Any) -> Any:
-        """Reshape all rows (..., C) to (B, T, C)."""
-        return x
-
-    def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (B, T, C) for a shape of all rows."""
-        return tuple(shape)
-
     def entered(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of all rows inside a layer, for a shape between layers."""
+        """Return the shape (B, T, C) of all rows inside a layer, for a shape between layers."""
         return tuple(shape)
 
     def left(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -706,6 +681,14 @@ def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
     patterns  of full names, as fnmatch takes them; a tied tensor has the name of its first unit
     raises    ConfigError for a pattern without a match, or if no tensor is left to train
     """
+    return _frozen(units, patterns) if patterns or not all_trained(units) else list(units)
+
+
+def all_trained(units: Sequence[Unit]) -> bool:
+    return all(p.trainable for unit in units for p in parameters_of(unit))
+
+
+def _frozen(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
     tensors = {
         unit.full_name(p): p
         for unit in units
@@ -744,7 +727,7 @@ def forward_only(units: Sequence[Unit]) -> int:
 
     It is 0 if no tensor is frozen.
     """
-    if not any(not p.trainable for unit in units for p in parameters_of(unit)):
+    if all_trained(units):
         return 0
     return next(
         (n for n, unit in enumerate(units) if any(p.trainable for p in parameters_of(unit))),

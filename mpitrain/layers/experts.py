@@ -144,9 +144,9 @@ class Experts:
         ops, own, keys = self.ops, flat_rows(x), self.keys
         # Every rank of layout.tp routes all rows, also if it has some of them between layers.
         logits, score = ops.score(own, w["router"]["weight"], arena)
-        logits, rows = self.rows.whole(logits), self.rows.whole(own)
+        logits, rows = (flat_rows(self.rows.whole(each)) for each in (logits, own))
         weights, chosen, choice = ops.choose(logits, keys.top_k, int(self.is_before), arena)
-        entered = self.rows.as_sequences(self.rows.entered(x.shape))
+        entered = self.rows.entered(x.shape)
         sequences = entered[0] if len(entered) > 2 else 1
         own_load, load, *limits = self._limits(chosen, sequences, now.trains, arena)
         places, sources, ends = ops.permute(chosen, load, *limits, arena)
@@ -202,7 +202,7 @@ class Experts:
         (up, activated, down), (places, sources, own_load, load, ends) = mlps, routing
         del saved, mlps
         own, k = flat_rows(dy), keys.top_k
-        rows = self.rows.whole(own)
+        rows = flat_rows(self.rows.whole(own))
         ops.add_load(own_load, ends, self.layers.tally, arena)
         own_dout = ops.dispatch(rows, sources, k, arena, weights)
 
@@ -211,7 +211,7 @@ class Experts:
 
         # Each tensor-parallel rank has a summand of an expert's output, and so of these.
         dweights, _ = self.rows.summed(dots, weights.shape, weights.dtype, arena)
-        dweights = self.rows.whole(dweights)
+        dweights = flat_rows(self.rows.whole(dweights))
 
         def shared_backward() -> tuple[Any, Any]:
             backward = self.shared and self.shared.backward_input

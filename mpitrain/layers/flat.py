@@ -54,19 +54,6 @@ class Entry(NamedTuple):
         """Return this tensor's view of a flat buffer, in its own shape."""
         return flat[self.start : self.stop].reshape(self.parameter.local_shape)
 
-    def write(
-        self, values: np.ndarray, flat: Any, backend: Backend, pieces: Sequence[Piece]
-    ) -> None:
-        """Write those elements of this tensor's region that `flat` has.
-
-        values  all elements of the region, 1-D
-        pieces  the pieces of the whole flat buffer that `flat` consists of
-        """
-        for piece in pieces:
-            if both := overlap(self, piece):
-                own = values[moved(both, -self.start)]
-                flat[moved(both, piece.offset - piece.start)] = backend.from_host(own)
-
 
 class Span(NamedTuple):
     """The range of a unit in the flat buffer, padding included (offsets in elements).
@@ -115,15 +102,12 @@ class FlatLayout:
         self.entries: list[Entry] = []
         self.spans: list[Span] = []
         self.length = 0
-        for kind in sorted(
-            {("", False), *((p.holders, p.partial) for own in tensors for p in own)}
-        ):
+        kinds = {(p.holders, p.partial) for own in tensors for p in own}
+        for kind in sorted({("", False), *kinds}):
             for index, own in enumerate(tensors):
-                of_kind = sorted(
-                    (p for p in own if (p.holders, p.partial) == kind), key=lambda p: p.decayed
-                )
+                of_kind = [p for p in own if (p.holders, p.partial) == kind]
                 if of_kind or kind == ("", False):
-                    self._lay_out(index, kind, of_kind, grain)
+                    self._lay_out(index, kind, sorted(of_kind, key=lambda p: p.decayed), grain)
 
     @property
     def largest(self) -> int:
@@ -162,13 +146,17 @@ class FlatLayout:
         for entry in self.entries:
             if not is_drawn(entry.name):
                 continue
-            parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
-            whole = parameter.draw(generator, parameter.shape)
-            values = parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False)
-            values = values.reshape(-1)
-            everything = [Piece(0, self.length, 0)]
-            entry.write(values, flat, backend, everything if pieces is None else pieces)
+            whole = entry.parameter.draw(generator, entry.parameter.shape)
+            own = entry.parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False)
+            for piece in [Piece(0, self.length, 0)] if pieces is None else pieces:
+                if both := overlap(entry, piece):
+                    values = own.reshape(-1)[moved(both, -entry.start)]
+                    flat[moved(both, piece.offset - piece.start)] = backend.from_host(values)
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """Return {full name of a tensor: its view of a flat buffer}."""
+        return {entry.name: entry.view(flat) for entry in self.entries}
 
     def runs(
         self, start: int, stop: int, key: Callable[[Parameter], Any]
@@ -249,10 +237,7 @@ class Storage(FlatLayout):
         flat    the trained tensors
         frozen  the frozen tensors; None if there are none
         """
-        views = {entry.name: entry.view(flat) for entry in self.entries}
-        return self.nested(
-            views | {entry.name: entry.view(frozen) for entry in self.frozen.entries}
-        )
+        return self.nested(self.views(flat) | self.frozen.views(frozen))
 
     def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
         """Return a `Gradient` for each trained tensor, as views of a flat buffer.
@@ -261,7 +246,7 @@ class Storage(FlatLayout):
         returns  the Gradients of each unit, nested by name, where all units of a tied tensor have
                  the same Gradient; and a list of those whose tensor the unit stores
         """
-        leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
+        leaves = {name: Gradient(view) for name, view in self.views(flat).items()}
         stored = [
             [leaves[entry.name] for entry in self.entries if entry.unit == unit]
             for unit in range(len(self.units))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +22,15 @@ from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import (
     ALL_ROWS,
     ALL_TOKENS,
+    READING,
     Draw,
     Fusion,
-    GeluCut,
     Gradients,
     Layer,
     Loss,
     Now,
     Parameter,
+    Places,
     TokenShare,
     Weights,
     WholeRows,
@@ -77,9 +78,10 @@ class Linear:
     bias             whether there is a bias, (outputs,)
     split            what several ranks divide: "outputs", "inputs", or "" for nothing; as an attribute
                      "" on one rank
-    runs             this rank's outputs or inputs: runs of rows or of columns of the whole weight
     rows             the rows between layers, and the ranks
     role             of the weight, as `Parameter.role`; only the loss reads the output of a "head"
+    runs             this rank's outputs or inputs: runs of rows or of columns of the whole weight; empty:
+                     the ranks share them equally, else it is a ConfigError
     joined           {name: rows of the whole weight}: outputs that are joined in one tensor
     low_rank         the adapters of the weight, if it has any
 
@@ -98,31 +100,30 @@ class Linear:
         activation: str | None = None,
         bias: bool = True,
         split: str = "",
-        runs: Sequence[range] = (),
         rows: WholeRows = ALL_ROWS,
         role: str = "",
+        runs: Sequence[range] = (),
         joined: Mapping[str, range] = NOT_JOINED,
     ):
-        own, is_column, is_row = length_of(runs), split == "outputs", split == "inputs"
-        split = split if rows.ranks > 1 else ""
-        self.shape, self.split, self._runs, self.rows = (outputs, inputs), split, runs, rows
-        self.inputs = own if split == "inputs" else inputs
-        self.outputs = own if split == "outputs" else outputs
-        self.draw, self.bias, self.ops, self.role, self.joined = draw, bias, ops, role, joined
+        is_column, is_row = split == "outputs", split == "inputs"
+        if split and not runs:
+            runs = [rows.run(outputs if is_column else inputs, split)]
+        self.ops, self.draw, self.bias, self.role, self.joined = ops, draw, bias, role, joined
+        self.shape, self.rows, self._runs = (outputs, inputs), rows, runs
+        self.inputs = length_of(runs) if is_row else inputs
+        self.outputs = length_of(runs) if is_column else outputs
+        self.split = split if rows.ranks > 1 else ""
         self.low_rank: LowRank | None = None
-        self.output_is_free = activation is None
+        self.output_is_free, self._is_column = activation is None, is_column
         # A sum over the ranks comes before the activation, which is an operation of its own then.
         self.activation = None if is_row else activation
         self._after = activation if is_row else None
-        self._is_column_head = is_column and role == "head"
-        self._takes_residual = not (is_column or self.activation)
+        linear = ops.logits if is_column and role == "head" else ops.linear
         self.product, self.product_backward_input = {
-            None: (ops.linear, ops.linear_backward_input),
+            None: (linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[self.activation]
-        if self._is_column_head:
-            self.product = ops.logits
         self._activate, self._activate_backward = {
             None: (None, None),
             "gelu": (ops.gelu, ops.gelu_backward),
@@ -131,17 +132,18 @@ class Linear:
 
     def parameters(self) -> list[Parameter]:
         """Return the weight, the bias if there is one, and the adapters."""
-        outputs, _ = self.shape
         weight = Parameter("weight", self.shape, self.draw, decayed=True, role=self.role)
-        bias = Parameter("bias", (outputs,), zeros, decayed=False)
-        if self.split == "outputs":
-            weight, bias = self._of_runs(weight, 0), self._of_runs(bias, 0)
-        elif self.split == "inputs":
-            weight, bias = self._of_runs(weight, 1), bias._replace(holders=self.rows.holders)
-        else:
-            weight, bias = (held_by_all(p, self.rows) for p in (weight, bias))
+        bias = Parameter("bias", self.shape[:1], zeros, decayed=False)
         base = [weight, bias] if self.bias else [weight]
+        base = self._divided(*base) if self.split else [held_by_all(p, self.rows) for p in base]
         return [*base, *(self.low_rank.parameters if self.low_rank else ())]
+
+    def _divided(self, weight: Parameter, *bias: Parameter) -> list[Parameter]:
+        """Return the descriptions of this rank's parts of the weight and of the bias, if there is one."""
+        if self.split == "outputs":
+            return [self._of_runs(parameter, 0) for parameter in (weight, *bias)]
+        held = [parameter._replace(holders=self.rows.holders) for parameter in bias]
+        return [self._of_runs(weight, 1), *held]
 
     def _of_runs(self, parameter: Parameter, dim: int) -> Parameter:
         """Return the description of this rank's runs along a dim."""
@@ -156,34 +158,38 @@ class Linear:
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the output for an input of this shape."""
         if self.split == "outputs":
-            entered = *self.rows.entered(shape)[:-1], self.outputs
-            return self.rows.as_sequences(entered) if self._is_column_head else entered
+            return *self.rows.entered(shape)[:-1], self.outputs
         own = *shape[:-1], self.outputs
         return self.rows.left(own) if self.split == "inputs" else own
 
     @property
     def fusion(self) -> Fusion:
         """Without an activation, the layer adds a residual, and takes the GELU before it."""
-        if not self._takes_residual:
-            return self._cut()
-        return Fusion(adds_to_output=not self._after, takes_gelu=not self.low_rank)
-
-    def _cut(self) -> Fusion:
-        """Return the cut of this layer's GELU, if it has one and no adapters."""
-        if self.activation != "gelu" or self.low_rank:
+        if self.activation == "gelu" and not self.low_rank:
+            bare, ops = copy(self), self.ops
+            bare.activation, bare.output_is_free = None, True
+            bare.product, bare.product_backward_input = ops.linear, ops.linear_backward_input
+            return Fusion(gelu_cut=bare)
+        if self.activation or self._is_column:
             return Fusion()
-        bare = copy(self)
-        bare.product_backward_input = self.ops.linear_backward_input
-        return Fusion(gelu_cut=GeluCut(self._forward_cut, bare))
-
-    def _forward_cut(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any, Any]:
-        y, (saved, slope) = self.forward(w, x, now, arena)
-        return y, saved, slope
+        return Fusion(adds_to_output=not self._after, takes_gelu=not self.low_rank)
 
     def forward(
         self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return the output for x, plus the residual, and the state for `backward_input`."""
+        if self.split or self.low_rank or self._after:
+            return self._general_forward(w, x, now, arena, residual)
+        added = () if residual is None else (None, flat_rows(residual))
+        y, saved = self.product(flat_rows(x), w["weight"], w.get("bias"), arena, *added)
+        return y.reshape(*x.shape[:-1], self.outputs), saved
+
+    def _general_forward(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any
+    ) -> tuple[Any, Any]:
+        """Return the results of `forward`, also where ranks divide the weight, with adapters, and
+        with an activation after the sum.
+        """
         if self.split == "inputs":
             y, saved = self._summed(w, x, now, arena, residual)
         else:
@@ -192,7 +198,6 @@ class Linear:
             y, saved = self._multiply(w, flat_rows(whole), now, w.get("bias"), arena, None, more)
             y = y.reshape(*whole.shape[:-1], self.outputs)
             if self.split:
-                y = self.rows.sequences(y) if self._is_column_head else y
                 saved = self.rows.kept(saved, x, now)
         if self._activate is None:
             return y, saved
@@ -225,13 +230,11 @@ class Linear:
         self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena, out: Any, residual: Any
     ) -> tuple[Any, Any]:
         """Return activation(x weight^T + bias) + residual, (rows, outputs), and the state for its backward."""
-        if self.low_rank and self.activation:
-            return self.low_rank.activated(w, x, now, bias, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, now, bias, arena, out, residual)
-        if self.activation or self._is_column_head:  # These have no sum and no residual.
-            return self.product(x, w["weight"], bias, arena)
-        return self.ops.linear(x, w["weight"], bias, arena, out, residual)
+        # Where the product has an activation or is that of a head, there is no sum and no residual.
+        more = () if out is None and residual is None else (out, residual)
+        return self.product(x, w["weight"], bias, arena, *more)
 
     def _state(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         bias = None if self.split == "inputs" else w.get("bias")
@@ -246,19 +249,23 @@ class Linear:
 
         slope  gelu'(z), where the input is gelu(z): returns dz; None: dx
         """
-        return self._backward(w, dy, saved, arena, slope)
+        if self.split or self.low_rank or self._after:
+            return self._general_backward(w, dy, saved, arena, slope)
+        dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, slope)
+        return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
         """Run both halves of backward; a sum over the ranks overlaps with the weight half."""
+        if self.split == "outputs":
+            beside = partial(self.backward_weight, dw=dw, arena=arena)
+            return self._general_backward(w, dy, saved, arena, slope, beside)[0]
+        dx, pending = self.backward_input(w, dy, saved, arena, slope)
+        self.backward_weight(pending, dw, arena)
+        return dx
 
-        def beside(pending: Any) -> None:
-            self.backward_weight(pending, dw, arena)
-
-        return self._backward(w, dy, saved, arena, slope, beside)[0]
-
-    def _backward(
+    def _general_backward(
         self,
         w: Weights,
         dy: Any,
@@ -267,7 +274,7 @@ class Linear:
         slope: Any = None,
         beside: Callable[[Any], None] = lambda pending: None,
     ) -> tuple[Any, Any]:
-        """Return the results of `backward_input`; `beside` runs while the ranks sum."""
+        """Return the results of `backward_input`, as `_general_forward`; `beside` runs while the ranks sum."""
         if self._activate_backward:
             saved, own_slope = saved
             dy = self._activate_backward(dy, own_slope, arena)
@@ -276,7 +283,6 @@ class Linear:
         if self.split:
             dy = self.rows.whole(dy)
         dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, slope)
-        beside(pending)
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def _summed_backward(
@@ -304,9 +310,8 @@ class Linear:
         """Write the gradients of weight and bias, or add to them."""
         if self.low_rank:
             pending = self.low_rank.backward_weight(pending, dw, arena)
-        bias, summed = dw.get("bias") if self.bias else None, None
-        if "weight" in dw:
-            weight = dw["weight"]
+        weight, bias, summed = dw.get("weight"), dw.get("bias"), None
+        if weight:
             if bias and bias.filled == weight.filled:  # The product sums dy over its rows, too.
                 bias.claim()
                 summed, bias = bias.array, None
@@ -614,48 +619,36 @@ class Embedding:
         return self.rows.left((*shape, self.width))
 
     def forward(self, w, x, now, arena):
-        rows = self.rows
-        if rows.partial and rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
-            raise ConfigError(
-                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
-                f"but these {x.shape[0]} have {x.shape[1]}.",
-                "Pass one at a time, or longer ones.",
-            )
         has_others = self.types or now.places is not None
-        tables = self._rows_of_tables(x, now.places, arena) if has_others else {}
-        return self._sum(w, x, tables, None if "positions" in tables else w.get("positions"), arena)
-
-    def forward_next(self, w, x, past, arena):
-        tables = {"positions": past.positions} if self.has_table else {}
-        return self._sum(w, x, tables, None, arena)[0]
-
-    def _sum(self, w, x, tables, positions, arena):
-        """Return the vectors of tokens and of the rows of other tables, and the lookups' states.
-
-        positions  the table of positions from 0, or None
-        """
-        ops, is_first = self.ops, self.rows.rank == 0
-
-        def looked_up(out, *terms):
-            out = None if out is None else out.reshape(*x.shape, self.width)
-            added, saved = positions if is_first else None, {}
-            y, saved["tokens"] = ops.embedding(
-                x, w["tokens"], added, arena, self._entries.start, out
-            )
-            for name, numbers in tables.items():
-                vectors, saved[name] = ops.embedding(numbers, w[name], None, arena)
-                if is_first:
-                    ops.add(y, vectors, y, arena)
-            return y, saved
-
-        shape = *x.shape, self.width
+        numbers = self._rows_of_tables(x, now.places, arena) if has_others else {}
+        look_up = partial(self._looked_up, w, x, numbers, arena)
         y, saved = (
-            looked_up(None)
+            look_up()
             if self.rows.ranks == 1
-            else self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
+            else self.rows.summed(look_up, (*x.shape, self.width), w["tokens"].dtype, arena)
         )
         if self.scale != 1:
             self.ops.weighted_sum(y, self.scale, None, 0.0, y, arena)
+        return y, saved
+
+    def forward_next(self, w, x, past, arena):
+        places = Places(None, None, past.positions)
+        return self.forward(w, x, READING._replace(places=places), arena)[0]
+
+    def _looked_up(self, w, x, numbers, arena, out=None, *terms):
+        """Return this rank's summand, and {table: state of its lookup}. Only rank 0 adds other tables.
+
+        numbers  {table: the row of each token}, of tables beside that of the tokens
+        """
+        ops, is_first, saved = self.ops, self.rows.rank == 0, {}
+        from_start = w.get("positions") if is_first and "positions" not in numbers else None
+        out = None if out is None else out.reshape(*x.shape, self.width)
+        first = self._entries.start
+        y, saved["tokens"] = ops.embedding(x, w["tokens"], from_start, arena, first, out)
+        for name, rows in numbers.items():
+            vectors, saved[name] = ops.embedding(rows, w[name], None, arena)
+            if is_first:
+                ops.add(y, vectors, y, arena)
         return y, saved
 
     def _rows_of_tables(self, x, places, arena):
@@ -671,7 +664,7 @@ class Embedding:
         return rows
 
     def backward_input(self, w, dy, saved, arena):
-        dy = self.rows.sequences(self.rows.whole(dy))
+        dy = self.rows.whole(dy)
         if self.scale != 1:
             whole, dy = dy, arena.take(dy.shape, dy.dtype)
             self.ops.weighted_sum(whole, self.scale, None, 0.0, dy, arena)
@@ -679,15 +672,12 @@ class Embedding:
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        for name, looked_up in saved.items():
-            if name in dw:
-                self.ops.embedding_backward_table(
-                    dy, looked_up, dw[name].array, dw[name].claim(), arena
-                )
-        if "positions" in dw and "positions" not in saved:
-            self.ops.embedding_backward_positions(
-                dy, dw["positions"].array, dw["positions"].claim(), arena
-            )
+        for name, leaf in dw.items():
+            if name in saved:
+                rows = saved[name]
+                self.ops.embedding_backward_table(dy, rows, leaf.array, leaf.claim(), arena)
+            else:  # positions from 0
+                self.ops.embedding_backward_positions(dy, leaf.array, leaf.claim(), arena)
 
 
 class Rotary(NamedTuple):
@@ -709,7 +699,6 @@ class Attention:
     rotary    how queries and keys are turned by their positions, or None
     causal    whether a query sees no later key
     seen      the window and the scores; each forward adds the other bounds
-    rows      how whole sequences come of the rows between layers
     first     number of the first head on this rank
     every     number of query heads on all ranks; 0: heads
     """
@@ -725,28 +714,22 @@ class Attention:
         rotary: Rotary | None = None,
         causal: bool = True,
         seen: Seen = CAUSAL,
-        rows: WholeRows = ALL_ROWS,
         first: int = 0,
         every: int = 0,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
         self.drop, self.rotary, self.causal = drop, rotary, causal
-        self.seen, self.rows = seen, rows
-        self.first, self.every = first, every or heads
+        self.seen, self.first, self.every = seen, first, every or heads
+        self.vectors = heads + 2 * self.kv_heads  # of D channels, for each token
 
     def parameters(self):
         return []
 
     def output_shape(self, shape):
-        return self.rows.as_sequences((*shape[:-1], self._width(shape)))
-
-    def _width(self, shape):
-        """Return the columns of the queries, H D, for the shape of x."""
-        return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
+        return (*shape[:-1], shape[-1] // self.vectors * self.heads)
 
     def forward(self, w, x, now, arena):
-        x, places = self.rows.sequences(x), now.places
-        width = self._width(x.shape)
+        places, width = now.places, x.shape[-1] // self.vectors * self.heads
         if self.rotary:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
@@ -762,7 +745,7 @@ class Attention:
         return y, (saved, now)
 
     def forward_next(self, w, x, past, arena):
-        width = self._width(x.shape)
+        width = x.shape[-1] // self.vectors * self.heads
         if self.rotary:
             x = self._turned(x, 1, past.positions, arena)
         keys, values = past.arrays(self.kv_heads, width // self.heads, x.dtype)
@@ -772,11 +755,10 @@ class Attention:
         )
 
     def backward_input(self, w, dy, saved, arena):
-        ops, dy, width = self.ops, self.rows.sequences(dy), dy.shape[-1]
-        saved, now = saved
+        ops, width, (saved, now) = self.ops, dy.shape[-1], saved
         is_dropped = self.drop and now.trains
         backward = ops.attention_dropout_backward if is_dropped else ops.attention_backward
-        columns = width // self.heads * (self.heads + 2 * self.kv_heads)
+        columns = width // self.heads * self.vectors
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
         if self.rotary:
@@ -786,8 +768,8 @@ class Attention:
     def _turned(self, x, direction, positions, arena, out=None):
         """Return x with its queries and keys turned; positions are those of the tokens, or None."""
         rotary: Any = self.rotary
-        heads, turned = self.heads + 2 * self.kv_heads, self.heads + self.kv_heads
-        return self.ops.rotate(x, heads, turned, *rotary, direction, arena, positions, out)
+        turned = self.heads + self.kv_heads
+        return self.ops.rotate(x, self.vectors, turned, *rotary, direction, arena, positions, out)
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -831,14 +813,12 @@ class Sequential:
         offers = {name: fusion_of(child) for name, child in children.items()}
         self.fusion = Fusion(offers[last].adds_to_output, offers[first].adds_to_input)
         back: dict[str, Any] = dict(children)
-        cuts, takers = dict[str, Any](), set()
+        self._cuts, takers = set[str](), set[str]()
         for (name, offer), (after, next_offer) in pairwise(offers.items()):
             if offer.gelu_cut and next_offer.takes_gelu:
-                cuts[name], back[name] = offer.gelu_cut
+                back[name] = offer.gelu_cut
+                self._cuts.add(name)
                 takers.add(after)
-        # The last child is not in this list. `cut` is the forward of a child without its GELU, which
-        # the next child computes. All other children have None.
-        self._forwards = [(name, child, cuts.get(name)) for name, child in children.items()][:-1]
         # The first boolean: the child takes the slope of the GELU from its neighbour. The second
         # one: the child adds the residual to its result.
         self._backwards = [
@@ -868,20 +848,21 @@ class Sequential:
         children's states. If a child leaves its GELU to the next one, the slope of this GELU comes
         after its state.
         """
-        x, saved = self._before_last(w, x, now, arena)
-        forward, own = self.children[self._last].forward, w.get(self._last, NOTHING)
-        x, state = (
-            forward(own, x, now, arena)
-            if residual is None
-            else forward(own, x, now, arena, residual)
-        )
-        return x, [*saved, state]
+        saved: list[Any] = []
+        for name, child in self.children.items():
+            fused = () if residual is None or name != self._last else (residual,)
+            x, state = child.forward(w.get(name, NOTHING), x, now, arena, *fused)
+            saved += state if name in self._cuts else [state]
+        return x, saved
 
     def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
-        x, saved = self._before_last(w, x, now, arena)
-        last = self.children[self._last]
-        return [*saved, saved_again(last, w.get(self._last, NOTHING), x, now, arena)]
+        *before, (last, layer) = self.children.items()
+        saved: list[Any] = []
+        for name, child in before:
+            x, state = child.forward(w.get(name, NOTHING), x, now, arena)
+            saved += state if name in self._cuts else [state]
+        return [*saved, saved_again(layer, w.get(last, NOTHING), x, now, arena)]
 
     def inner_layers(self) -> list[Any]:
         """Return the children."""
@@ -895,14 +876,6 @@ class Sequential:
             fused = () if residual is None or name != self._last else (residual,)
             x = forward_next(child, w.get(name, NOTHING), x, past, arena, *fused)
         return x
-
-    def _before_last(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, list[Any]]:
-        """Return the input of the last child, and the states of the children before it."""
-        saved: list[Any] = []
-        for name, child, cut in self._forwards:
-            x, *state = (cut or child.forward)(w.get(name, NOTHING), x, now, arena)
-            saved += state
-        return x, saved
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, residual: Any = None
@@ -1131,7 +1104,8 @@ class Plain:
 
         Rows are samples, or the tokens of sequences. It is a range, but with layout.cp.
         """
-        own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
+        own = math.prod(shape[:-1])
+        every = own * self.rows.ranks if self.rows.partial else own
         return now.numbers(every, self.tokens)[self.rows.rank * own % max(1, every) :][:own]
 
     def embedding(
@@ -1238,20 +1212,15 @@ class Plain:
         noun   what is counted, for the error if layout.tp does not divide a count
         names  of the outputs, which adapters may then cover one by one
         """
-        whole = [
-            range(*run) for run in pairwise([0, *accumulate(count * each for count in counts)])
-        ]
-        own = [self.rows.run(count, noun) for count in counts]
-        runs = [
-            range(output.start + run.start * each, output.start + run.stop * each)
-            for output, run in zip(whole, own, strict=True)
-        ]
-        joined = dict(zip(names, whole, strict=False))
-        outputs = sum(counts) * each
-        return Linear(
-            *(self.ops, inputs, outputs, draw, None, bias, "outputs", runs, self.rows),
-            joined=joined,
-        )
+        runs, joined, outputs = list[range](), dict[str, range](), 0
+        for name, count in zip_longest(names, counts):
+            own, start = self.rows.run(count, noun), outputs
+            outputs += count * each
+            runs.append(range(start + own.start * each, start + own.stop * each))
+            if name:
+                joined[name] = range(start, outputs)
+        more = None, bias, "outputs", self.rows, "", runs, joined
+        return Linear(self.ops, inputs, outputs, draw, *more)
 
     def qkv(
         self,
@@ -1360,7 +1329,7 @@ class Plain:
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
         """Return attention of this rank's heads, of so many; the arguments are those of `Attention`."""
         run, own = self._own_heads(heads, kv_heads)
-        arguments = len(run), len(own), *rest, self.rows, run.start, heads
+        arguments = len(run), len(own), *rest, run.start, heads
         return Attention(self.ops, *arguments)
 
     def _own_heads(self, heads: int, kv_heads: int) -> tuple[range, range]:
@@ -1376,8 +1345,7 @@ class Plain:
         bias: bool = True,
     ) -> Linear:
         """Return a linear layer; layout.tp splits its outputs. activation: gelu, relu or None."""
-        runs = [self.rows.run(outputs, "outputs")]
-        return Linear(self.ops, inputs, outputs, draw, activation, bias, "outputs", runs, self.rows)
+        return Linear(self.ops, inputs, outputs, draw, activation, bias, "outputs", self.rows)
 
     def row_linear(
         self,
@@ -1389,10 +1357,7 @@ class Plain:
         role: str = "",
     ) -> Linear:
         """Return a linear layer; layout.tp splits its inputs. role: as of a `Parameter`."""
-        runs = [self.rows.run(inputs, "inputs")]
-        return Linear(
-            self.ops, inputs, outputs, draw, activation, bias, "inputs", runs, self.rows, role
-        )
+        return Linear(self.ops, inputs, outputs, draw, activation, bias, "inputs", self.rows, role)
 
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None, role: str = ""
@@ -1438,8 +1403,8 @@ class Plain:
                 f"Set layout.tp to at most {vocab}.",
             )
         self.made.add("head")
-        runs = [self.rows.share(vocab)]
-        head = Linear(self.ops, width, vocab, draw, None, bias, "outputs", runs, self.rows, "head")
+        split, runs = ("outputs", self.rows, "head"), [self.rows.share(vocab)]
+        head = Linear(self.ops, width, vocab, draw, None, bias, *split, runs)
         chunks = self.memory.logit_chunks
         return ChunkedHead(head, chunks) if chunks > 1 else head
 

@@ -81,8 +81,14 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str, ep: int = 1) -> int:
     ep      layout.ep, for the tensors of experts: ranks with the same part of them share
     raises  ConfigError if hosts have different numbers of them, or of ranks with the same experts
     """
-    if shard == "all":
-        return axes.copies // ep
+    return axes.copies // ep if shard == "all" else replicas_of_host(axes, hosts)[ep]
+
+
+def replicas_of_host(axes: Axes, hosts: Sequence[str]) -> dict[int, int]:
+    """Return the number of replicas on a host, by 1, and of each part of the experts, by layout.ep.
+
+    raises  ConfigError if hosts differ in one of them
+    """
     coords = [axes.coords(rank) for rank in range(axes.ranks - axes.servers)]
     numbers = {}
     for parts, noun in ((axes.ep, "replicas of each part of the experts"), (1, "replicas")):
@@ -97,7 +103,7 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str, ep: int = 1) -> int:
                 "Start as many ranks on each host, or set replication.shard to all.",
             )
         numbers[parts] = next(iter(replicas.values()))
-    return numbers[ep]
+    return numbers
 
 
 def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
@@ -187,49 +193,45 @@ class Grid:
         assert axes.ranks == transport.size
         self.axes, self.transport = axes, transport
         self._parts: list[Transport] = []
-        self._groups = groups = list[Group]()
         rank = transport.rank
         self.is_server = rank >= axes.ranks - axes.servers
         self.coords = here = axes.coords(0 if self.is_server else rank)
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
-
-        def group_of(part: Transport) -> Group:
-            # The ranks have agreed on configuration and code, so all bind equal arrays.
-            compares = transport.is_strict
-            groups.append(Group(part, algorithm, tuning, arithmetic, arena, compares))
-            return groups[-1]  # no reference to `self`: it would make a reference cycle
-
-        self._group_of = group_of
-
-        def axis(others: int) -> Group:
-            """Return the group along some axes; `others` numbers the other coordinates."""
-            group = self._along(axes.ranks + rank if self.is_server else others)
-            assert group is not None
-            return group
-
-        self.world = group_of(transport)
+        # The ranks have agreed on configuration and code, so all bind equal arrays.
+        settings = algorithm, tuning, arithmetic, arena, transport.is_strict
+        self._group_of = lambda part: Group(part, *settings)
+        self.world = self._group_of(transport)
+        self._groups = [self.world]
         copy = here.cp + axes.cp * here.dp
-        self.tp = axis(copy + axes.copies * here.pp)
+        self.tp = self._axis(copy + axes.copies * here.pp)
         self.tp.algorithm = tp_algorithm or algorithm
-        self.copies = axis(here.tp + axes.tp * here.pp)
+        self.copies = self._axis(here.tp + axes.tp * here.pp)
         if axes.tp > 1 and not lie_alike(axes, transport.hosts):
             # A ring's order of summation does not depend on the hosts.
             self.copies.algorithm = "ring"
-        self.pp = axis(here.tp + axes.tp * copy)
-        self.cp = axis(here.tp + axes.tp * (here.dp + axes.dp * here.pp)) if axes.cp > 1 else None
+        self.pp = self._axis(here.tp + axes.tp * copy)
+        row = here.dp + axes.dp * here.pp
+        self.cp = self._axis(here.tp + axes.tp * row) if axes.cp > 1 else None
         self.ep: Group | None = None
         self.same_experts = self.copies
         if axes.ep > 1:
             among, own = divmod(here.dp, axes.ep)
             outer = among + axes.dp // axes.ep * (here.cp + axes.cp * here.pp)
-            self.ep = axis(here.tp + axes.tp * outer)
-            self.same_experts = axis(here.tp + axes.tp * (own + axes.ep * here.pp))
+            self.ep = self._axis(here.tp + axes.tp * outer)
+            self.same_experts = self._axis(here.tp + axes.tp * (own + axes.ep * here.pp))
         self.exchanged = self.tp.exposed
         for group in (self.cp, self.ep):
             if group:
                 group.exposed = self.exchanged
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
+
+    def _axis(self, others: int) -> Group:
+        """Return the group along some axes; `others` numbers the other coordinates."""
+        alone = self.axes.ranks + self.transport.rank
+        group = self._along(alone if self.is_server else others)
+        assert group is not None
+        return group
 
     def _along(self, color: int | None, among: Transport | None = None) -> Group | None:
         """Split a transport by colour (as MPI_Comm_split) and return this rank's group; collective.
@@ -241,7 +243,8 @@ class Grid:
         if part is None:
             return None
         self._parts.append(part)
-        return self._group_of(part)
+        self._groups.append(self._group_of(part))
+        return self._groups[-1]
 
     def place_model(self, stage_of: Sequence[int], tied: Mapping[str, Sequence[int]]) -> None:
         """Set `reports_loss` and build the tied groups, once the partition of the model is known;

@@ -56,14 +56,14 @@ class GroupedAttention:
 
     def __init__(self, layers, width, heads, kv_heads):
         self.inner, n = layers.attention(width, heads), layers.rows.ranks
-        self.rows, self.each = layers.rows, width // heads
+        self.each = width // heads
         self.heads, self.kv_heads = heads // n, kv_heads // n
 
     def parameters(self):
         return []
 
     def output_shape(self, shape):
-        return self.rows.as_sequences((*shape[:-1], self.heads * self.each))
+        return (*shape[:-1], self.heads * self.each)
 
     def _cut(self, x):
         """Views of queries, keys and values, each (B, T, heads, D)."""
@@ -71,7 +71,7 @@ class GroupedAttention:
         return np.split(x, [self.heads, self.heads + self.kv_heads], axis=-2)
 
     def forward(self, w, x, now, arena):
-        q, k, v = self._cut(self.rows.sequences(x))
+        q, k, v = self._cut(x)
         more = self.heads // self.kv_heads
         whole = np.concatenate([q, k.repeat(more, 2), v.repeat(more, 2)], 2)
         return self.inner.forward(w, whole.reshape(*whole.shape[:2], -1), now, arena)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import GeluCut, Now, Unit, backward, fusion_of
+from mpitrain.layers.base import Now, Unit, backward, fusion_of
 from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.plain import GeluErf, Plain, Rotary, RowGate, Sequential, Tanh
 from mpitrain.layers.recomputed import Recomputed
@@ -35,31 +35,28 @@ class Watched:
         offer = fusion_of(self.inner)
         if not offer.gelu_cut:
             return offer
-        bare = Watched(offer.gelu_cut.bare, self._host)
-        return offer._replace(gelu_cut=GeluCut(self._forward_cut, bare))
+        return offer._replace(gelu_cut=Watched(offer.gelu_cut, self._host))
 
     def parameters(self):
         return self.inner.parameters()
 
     def forward(self, w, x, now, arena, *fused):
-        (y, saved), seen = self._forward(self.inner.forward, w, x, now, arena, *fused)
-        return y, (saved, seen)
-
-    def _forward_cut(self, w, x, now, arena):
-        forward = fusion_of(self.inner).gelu_cut.forward
-        (y, saved, slope), seen = self._forward(forward, w, x, now, arena)
-        return y, (saved, seen), slope
-
-    def _forward(self, forward, w, x, now, arena, *fused):
-        """The results of a forward, and the arrays that must stay: (array, its numbers, its name)."""
+        """The arrays that must stay, (array, its numbers, its name), go beside what the layer saves."""
         seen = [(x, self._host(x), "x"), *((r, self._host(r), "residual") for r in fused)]
-        found = forward(w, x, now, arena, *fused)
+        y, saved = self.inner.forward(w, x, now, arena, *fused)
         self._check(seen, "it had gone forward")
-        y = found[0]
-        return found, seen + ([] if self.output_is_free else [(y, self._host(y), "y")])
+        seen += [] if self.output_is_free else [(y, self._host(y), "y")]
+        if not fusion_of(self.inner).gelu_cut:
+            return y, (saved, seen)
+        saved, slope = saved
+        return y, ((saved, seen), slope)
 
     def backward_input(self, w, dy, saved, arena, *fused):
-        saved, seen = saved
+        if fusion_of(self.inner).gelu_cut:
+            (saved, seen), slope = saved
+            saved = saved, slope
+        else:
+            saved, seen = saved
         seen += [(dy, self._host(dy), "dy")]
         if not fusion_of(self.inner).takes_gelu:
             seen += [(residual, self._host(residual), "residual") for residual in fused]

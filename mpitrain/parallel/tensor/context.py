@@ -23,7 +23,7 @@ from typing import Any
 
 from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights, WholeRows
+from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights
 from mpitrain.layers.plain import Attention
 from mpitrain.machine.backend import Arena, copy_rows
 from mpitrain.ops.reference.attention import Seen
@@ -37,7 +37,6 @@ class Ulysses:
 
     inner            attention of 1 / n of the heads, over whole rows
     heads, kv_heads  H and G, or multiples of them
-    rows             the rows between layers of the tensor-parallel group
     context          the context-parallel group
     traffic          a rank sends (n - 1) / n^2 of B T (2 H + 2 G) D numbers forward, and as many
                      backward
@@ -45,15 +44,14 @@ class Ulysses:
 
     output_is_free = True
 
-    def __init__(self, inner: Any, heads: int, kv_heads: int, rows: WholeRows, context: Group):
-        self._inner, self._rows, self._context = inner, rows, context
+    def __init__(self, inner: Any, heads: int, kv_heads: int, context: Group):
+        self._inner, self._context = inner, context
         self._counts = heads, kv_heads, kv_heads
 
     def parameters(self) -> list[Any]:
         return []
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        shape = self._rows.as_sequences(shape)
         return (*shape[:-1], self._widths(shape[-1])[0])
 
     def _widths(self, columns: int) -> list[int]:
@@ -61,14 +59,13 @@ class Ulysses:
         return [columns * count // sum(self._counts) for count in self._counts]
 
     def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
-        x = self._rows.sequences(x)
         y, saved = self._inner.forward(
             w, self._to_heads(x, self._widths(x.shape[-1]), arena), now, arena
         )
         return self._to_tokens(y, [y.shape[-1] * self._context.size], arena), saved
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        dy = self._to_heads(self._rows.sequences(dy), [dy.shape[-1]], arena)
+        dy = self._to_heads(dy, [dy.shape[-1]], arena)
         dx, pending = self._inner.backward_input(w, dy, saved, arena)
         return self._to_tokens(dx, self._widths(dx.shape[-1] * self._context.size), arena), pending
 
@@ -142,10 +139,9 @@ class RingAttention(Attention):
             )
 
     def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
-        x = self.rows.sequences(x)
         if self.rotary:
             x = self._turned(x, 1, now.places and now.places.own, arena)
-        width = self._width(x.shape)
+        width = x.shape[-1] // self.vectors * self.heads
         q, kv = (_contiguous(part, arena) for part in (x[..., :width], x[..., width:]))
         del x
         here, joined = self._lease(kv, kv), None
@@ -161,7 +157,6 @@ class RingAttention(Attention):
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         q, kv, joined, places = saved
-        dy = self.rows.sequences(dy)
         here, sums, last = self._lease(kv, kv), None, 0
         for step, ahead, queries, keys, seen in self._steps(kv.shape[1], places):
             part, dkv = arena.take(q.shape, q.dtype), self._lease(kv)

@@ -66,19 +66,19 @@ class ContextParallel(LayerFactory):
         if self.tokens.is_ring:
             return inner
         shared = heads if kv_heads is None else kv_heads
-        return Ulysses(inner, heads, shared, self.rows, self.context)
+        return Ulysses(inner, heads, shared, self.context)
 
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
         """Return attention of this rank's heads; with `ulysses` context-parallel ranks divide these."""
         context, (run, own) = self.context, self._own_heads(heads, kv_heads)
         if self.tokens.is_ring:
-            arguments = len(run), len(own), *rest, self.rows, run.start, heads
+            arguments = len(run), len(own), *rest, run.start, heads
             return RingAttention(context, self.ops, *arguments)
         among = WholeRows(context.rank, context.size)
         part = among.run(len(run), "heads")
         run = run[part.start : part.stop]
         own = among.run(len(own), "key and value heads")
-        arguments = len(run), len(own), *rest, ALL_ROWS, run.start, heads
+        arguments = len(run), len(own), *rest, run.start, heads
         return Attention(self.ops, *arguments)
 
     def all_tokens(self, x: Any, arena: Arena) -> Any:
@@ -149,7 +149,7 @@ def check_units(units: Sequence[Unit], layers: Plain, attend: str, cp: int) -> N
     attend, cp  data.attend and layout.cp
     raises      ConfigError
     """
-    ranks, last = layers.rows.ranks, units[-1]
+    last = units[-1]
     if not last.layer.output_is_free:
         raise ConfigError(
             f"The loss writes its gradient over the last output, but {last.name} needs that for its backward.",
@@ -160,14 +160,8 @@ def check_units(units: Sequence[Unit], layers: Plain, attend: str, cp: int) -> N
             "With layout.sequence_parallel an embedding leaves each rank its own rows, but no unit is one.",
             "Begin with `embedding` of the set of layers, or set layout.sequence_parallel to false.",
         )
-    for unit in units if ranks > 1 else ():
-        for parameter in unit.layer.parameters():
-            if parameter.slices is None and not parameter.holders:
-                raise ConfigError(
-                    f"With layout.tp {ranks} a tensor is a rank's part or marked as held by all, but {parameter.name} of unit "
-                    f"{unit.name} is neither.",
-                    "Make all units from the set of layers that a Trainer passes to its argument `units`, or set layout.tp to 1.",
-                )
+    if layers.rows.ranks > 1:
+        _check_tensors(units, layers.rows.ranks)
     keys, memory = layers.keys, layers.memory
     for key, value, usual, layer in (
         ("model.dropout", keys.dropout, 0, "dropout"),
@@ -183,3 +177,14 @@ def check_units(units: Sequence[Unit], layers: Plain, attend: str, cp: int) -> N
                 f"{key}={value} needs the layer factory's {layer}, but this model has none.",
                 f"Set {key} to {usual}, or make {layer} with the layer factory.",
             )
+
+
+def _check_tensors(units: Sequence[Unit], ranks: int) -> None:
+    for unit in units:
+        for parameter in unit.layer.parameters():
+            if parameter.slices is None and not parameter.holders:
+                raise ConfigError(
+                    f"With layout.tp {ranks} a tensor is a rank's part or marked as held by all, but {parameter.name} of unit "
+                    f"{unit.name} is neither.",
+                    "Make all units from the set of layers that a Trainer passes to its argument `units`, or set layout.tp to 1.",
+                )

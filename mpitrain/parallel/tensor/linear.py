@@ -80,9 +80,8 @@ class ColumnParallelLinear(Linear):
         *,
         gather_output: bool = False,
     ):
-        runs = [layers.rows.run(outputs, "outputs")]
         super().__init__(
-            layers.ops, inputs, outputs, draw, activation, bias, "outputs", runs, layers.rows
+            layers.ops, inputs, outputs, draw, activation, bias, "outputs", layers.rows
         )
         _check_rows(layers.rows, gather_output, "gather_output=True returns")
         self._gathers = gather_output
@@ -102,9 +101,9 @@ class ColumnParallelLinear(Linear):
         y, saved = super().forward(w, x, now, arena)
         return self.rows.gathered(y, arena) if self._gathers else y, saved
 
-    def _backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
+    def _general_backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
         own = self.rows.columns_of(dy, arena) if self._gathers else dy
-        return super()._backward(w, own, saved, arena, *more)
+        return super()._general_backward(w, own, saved, arena, *more)
 
 
 class RowParallelLinear(Linear):
@@ -141,10 +140,7 @@ class RowParallelLinear(Linear):
         input_is_parallel: bool = True,
     ):
         _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
-        runs = [layers.rows.run(inputs, "inputs")]
-        super().__init__(
-            layers.ops, inputs, outputs, draw, activation, bias, "inputs", runs, layers.rows
-        )
+        super().__init__(layers.ops, inputs, outputs, draw, activation, bias, "inputs", layers.rows)
         self._is_parallel = input_is_parallel
 
     @property
@@ -163,8 +159,8 @@ class RowParallelLinear(Linear):
     def _own(self, x: Any, arena: Arena) -> Any:
         return x if self._is_parallel else self.rows.columns_of(x, arena)
 
-    def _backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
-        dx, pending = super()._backward(w, dy, saved, arena, *more)
+    def _general_backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
+        dx, pending = super()._general_backward(w, dy, saved, arena, *more)
         return dx if self._is_parallel else self.rows.gathered(dx, arena), pending
 
 

@@ -41,6 +41,7 @@ from typing import Any
 
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import ActivationBuffer, Group
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Now, WholeRows, flat_rows
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.backend import Arena, copy_rows
@@ -136,7 +137,7 @@ class SequenceSharded(ReplicatedRows):
         """Bind the rows to the group that divides them.
 
         keep_gathered  save all rows of a layer's input for backward, not only this rank's rows
-        context        T of every sequence, for `sequences`; a single sequence may be shorter
+        context        T of every sequence; a single sequence may be shorter
         """
         super().__init__(group)
         self._keeps, self.context = keep_gathered, context
@@ -155,6 +156,17 @@ class SequenceSharded(ReplicatedRows):
         lease.bound_all_gather().run()
         return lease.array
 
+    def summed(
+        self, product: Callable[..., tuple[Any, Any]], shape: Sequence[int], *rest: Any, **more: Any
+    ) -> tuple[Any, Any]:
+        if len(shape) > 2 and self._as_sequences(math.prod(shape[:-1])) != shape[:-1]:
+            raise ConfigError(
+                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
+                f"but these {shape[0]} have {shape[1]}.",
+                "Pass one at a time, or longer ones.",
+            )
+        return super().summed(product, shape, *rest, **more)
+
     def own(self, x: Any) -> Any:
         rows = self.share(len(x))
         return x[rows.start : rows.stop]
@@ -168,18 +180,16 @@ class SequenceSharded(ReplicatedRows):
         if self._keeps:
             return saved
         x = input_of(saved)
-        return with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
-
-    def sequences(self, x: Any) -> Any:
-        return x.reshape(self.as_sequences(x.shape))
-
-    def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
-        rows = math.prod(shape[:-1])
-        length = min(self.context, rows)
-        return (rows // length, length, shape[-1])
+        return with_input(saved, x.array if isinstance(x, AllRows) else flat_rows(self.whole(x)))
 
     def entered(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (math.prod(shape[:-1]) * self.group.size, shape[-1])
+        rows = math.prod(shape[:-1]) * self.group.size
+        return (*self._as_sequences(rows), shape[-1])
+
+    def _as_sequences(self, rows: int) -> tuple[int, int]:
+        """Return (B, T) of so many rows."""
+        length = max(1, min(self.context, rows))
+        return rows // length, length
 
     def left(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (math.prod(shape[:-1]) // self.group.size, shape[-1])
