@@ -42,6 +42,7 @@ import numpy as np
 
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.machine.backend import Arena
+from mpitrain.ops import Ops
 from mpitrain.ops.reference.attention import first_keys
 from mpitrain.regions import share
 
@@ -403,6 +404,10 @@ class WholeRows:
         """Return the shape between layers, for a shape of all rows inside a layer."""
         return tuple(shape)
 
+    def cross_entropy(self, ops: Ops, vocab: int, smoothing: float) -> Loss | None:
+        """Return the cross-entropy of this rank's columns of the logits; None: it has all columns."""
+        return None
+
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, whose rows divide among the ranks."""
         return tuple(shape)
@@ -644,9 +649,7 @@ class Unit:
     frozen : collection of str, optional
         Set by model.freeze: names of parameters.
     segment : sequence of str, optional
-        Set by memory.recompute: names of consecutive units, this one among them, which all have the
-        same list. Their pipeline stage saves only the input of the first, and computes their
-        activations again together.
+        Set by memory.recompute: names of consecutive units that are computed again together.
     """
 
     name: str

@@ -844,10 +844,9 @@ class Sequential:
     ) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`.
 
-        residual is added to the output if the last child offers this. The state is a list of the
-        children's states. If a child leaves its GELU to the next one, the slope of this GELU comes
-        after its state.
+        residual is added to the output if the last child offers this.
         """
+        # A child that leaves its GELU to the next one saves its state without it, and the slope.
         saved: list[Any] = []
         for name, child in self.children.items():
             fused = () if residual is None or name != self._last else (residual,)
@@ -1094,6 +1093,9 @@ class Plain:
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
+        self.split_loss: Any = (
+            None  # of this rank's columns of the logits, if other ranks have others
+        )
 
     def all_tokens(self, x: Any, arena: Arena) -> Any:
         """Return (B, T, C), the tokens of all ranks of layout.cp, from those of this one."""
@@ -1403,6 +1405,7 @@ class Plain:
                 f"Set layout.tp to at most {vocab}.",
             )
         self.made.add("head")
+        self.split_loss = self.rows.cross_entropy(self.ops, vocab, self.keys.label_smoothing)
         split, runs = ("outputs", self.rows, "head"), [self.rows.share(vocab)]
         head = Linear(self.ops, width, vocab, draw, None, bias, *split, runs)
         chunks = self.memory.logit_chunks
@@ -1410,7 +1413,7 @@ class Plain:
 
     def loss(self) -> Loss:
         """Return the loss of model.loss."""
-        return LOSSES[self.keys.loss].make(self.ops, self.keys.label_smoothing)
+        return self.split_loss or LOSSES[self.keys.loss].make(self.ops, self.keys.label_smoothing)
 
 
 def divided(whole: int, count: int, law: str) -> int:

@@ -97,7 +97,8 @@ def with_recomputation(chunks: Sequence[Sequence[Unit]], size: int) -> list[list
 
     A layer that takes tokens, and the model's last unit, save all activations. Units that run no
     backward save nothing anyway. The layer of a single unit is wrapped in `Recomputed`; of several
-    units the stage does the same, since only it has the parameters of each (`Unit.segment`).
+    units the stage does the same, since only it has the parameters of each: they all have the same
+    list as their `Unit.segment`.
 
     size  0: nothing is computed again
     """

@@ -15,6 +15,7 @@ from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, read_rows
 from mpitrain.errors import ConfigError, DataError, TrainingError
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.parallel.tensor.layer_factory import filled_shape
 from mpitrain.regions import moved, overlap, share
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def own_logits(
     causal mask hides it; without that mask it is a document of its own.
     """
     inputs = trainer.rows.tokens(inputs, "an input")
-    filled = np.zeros(trainer.layers.filled(inputs.shape), inputs.dtype)
+    filled = np.zeros(filled_shape(trainer.layers, inputs.shape), inputs.dtype)
     filled[tuple(map(slice, inputs.shape))] = inputs
     own = trainer.rows.own_tokens(filled, 0)
     places = trainer.rows.places(own.shape, inputs.shape, starts, types)
@@ -219,7 +220,8 @@ class Reader:
 
 
 def _whole(trainer: Any, logits: Any) -> Any:
-    return trainer.layers.whole(logits, trainer.arena)
+    split = trainer.layers.split_loss
+    return split.whole(logits, trainer.arena) if split else logits
 
 
 def _row(trainer: Any, logits: Any, token: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from mpitrain.optim import RULES, check_groups
 from mpitrain.optim.optimizer import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_units, described
+from mpitrain.parallel.tensor.layer_factory import GroupShape, check_units, described
 from mpitrain.pipeline.partition import TIME, assign_units, cut
 from mpitrain.pipeline.pipeline import Chunks
 from mpitrain.pipeline.schedules import NAMED, Plan, plan_of, table_of
@@ -45,7 +45,7 @@ from mpitrain.run.rules import check_each, of_device, of_plan, of_ranks, sequenc
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
-Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
+Units = Sequence[Unit] | Callable[[Plain], Sequence[Unit]]
 """A model, or a function of a layer factory that returns one."""
 
 
@@ -146,7 +146,7 @@ class Job:
 
     @property
     def layer_settings(self) -> dict[str, Any]:
-        """What the layers compute with: the settings of a `LayerFactory`."""
+        """What the layers compute with: the settings of a `Plain`."""
         config = self.config
         return {"keys": config.model, "memory": config.memory, "seed": config.run.seed}
 
@@ -165,7 +165,7 @@ class Job:
         layers = described(self.device.ops, layout, **others, **self.layer_settings)
         return self.cut(layers)
 
-    def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
+    def cut(self, layers: Plain, units: Units | None = None) -> Chunks:
         """Make the model with a rank's layer factory, and cut it for the pipeline.
 
         units   of a caller's model; None: the units of this job, in balance before they are timed

@@ -23,7 +23,7 @@ from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import filled_shape, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import AsyncPipeline
 from mpitrain.pipeline.pipeline import MicroBatch, Pipeline
 from mpitrain.pipeline.schedules import STREAMS
@@ -59,7 +59,7 @@ class Rows:
     """
 
     transport: Transport
-    layers: LayerFactory
+    layers: Plain
     logits_shape: Callable[[Shape], Shape]
     vocabulary: int
     dtype: np.dtype
@@ -172,7 +172,7 @@ class Rows:
         share = self.layers.tokens
         if share.ranks == 1:
             return rows
-        missing = self.layers.filled(rows.shape)[1] - rows.shape[1]
+        missing = filled_shape(self.layers, rows.shape)[1] - rows.shape[1]
         filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
         return share.cut(filled)
 
@@ -406,7 +406,7 @@ class Trainer:
 
             self._passes = with_graph(self)
 
-    def _layers(self, layout: Layout, context: Group | None) -> LayerFactory:
+    def _layers(self, layout: Layout, context: Group | None) -> Plain:
         device, grid, settings = self.job.device, self.grid, self.job.layer_settings
         more = {"ep": grid.ep, "backend": self.backend, **settings}
         return layers_for(device.ops, grid.tp, layout, context, **more)
@@ -647,16 +647,17 @@ def placed_in(half: Any, placed: Callable[[Any], Any], rows: Any) -> Any:
 
 
 def whole_shape(
-    layers: LayerFactory, output_shape: Callable[[Shape], Shape], shape: Shape
+    layers: Plain, output_shape: Callable[[Shape], Shape], shape: Shape
 ) -> tuple[int, ...]:
     """Return the shape of the whole logits for an input of this shape, without padding rows.
 
     output_shape  of the chunks of the model: (shape of this rank's input) -> of its logits
     """
-    ranks, (count, *lengths) = layers.tokens.ranks, layers.filled(shape)
+    ranks, (count, *lengths) = layers.tokens.ranks, filled_shape(layers, shape)
     *rows, columns = output_shape((count, *(each // ranks for each in lengths)))
     rows[1:] = [each * ranks for each in rows[1:]]
-    return *map(min, rows, shape), layers.columns(columns)
+    split = layers.split_loss
+    return *map(min, rows, shape), split.vocab if split else columns
 
 
 def places_of(

@@ -1,4 +1,4 @@
-"""Layer factories: constructors of a model's layers, for one rank or a tensor-parallel group."""
+"""The layer factory of the ranks of a model: that of their groups, its loss, and what it checks of a model."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -6,49 +6,18 @@ from typing import Any, NamedTuple, cast
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import ALL_ROWS, Draw, Layer, Loss, TokenShare, Unit, WholeRows
+from mpitrain.layers.base import ALL_ROWS, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.backend import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses, all_tokens
-from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded, VocabParallelCrossEntropy
+from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded
 
 NO_KEYS = Model()
 
 
-class LayerFactory(Plain):
-    """The layer factory that a `Trainer` passes to a model: that of `rows`."""
-
-    _split: VocabParallelCrossEntropy | None = None
-
-    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
-        return self.rows.filled(shape)
-
-    def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
-        """Return the head of this rank's vocabulary; `loss` and `whole` then expect its logits."""
-        head = super().head(width, vocab, draw, bias)
-        if isinstance(self.rows, ReplicatedRows):
-            self._split = VocabParallelCrossEntropy(
-                self.ops, self.rows, vocab, self.keys.label_smoothing
-            )
-        return head
-
-    def loss(self) -> Loss:
-        """Return the loss of model.loss. On one rank it is one operation, without a sum in between."""
-        return self._split or super().loss()
-
-    def whole(self, logits: Any, arena: Arena) -> Any:
-        """Return all columns of the last layer's output, on every rank."""
-        return self._split.whole(logits, arena) if self._split else logits
-
-    def columns(self, own: int) -> int:
-        """Return the number of columns that `whole` returns, for this rank's number of columns."""
-        return self._split.vocab if self._split else own
-
-
-class ContextParallel(LayerFactory):
+class ContextParallel(Plain):
     """The layer factory of ranks that divide the tokens of each row (layout.cp).
 
     context   the group of these ranks
@@ -84,14 +53,6 @@ class ContextParallel(LayerFactory):
     def all_tokens(self, x: Any, arena: Arena) -> Any:
         return all_tokens(x, self.context, self.tokens, arena)
 
-    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        ranks, chunks, (sequences, tokens) = self.context.size, self.tokens.chunks, shape
-        each = chunks // ranks  # chunks of a rank
-        sequences, own = self.rows.filled((sequences, -(-tokens // chunks) * each))
-        if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
-            sequences, own = self.rows.filled((sequences, own + 1))
-        return sequences, ranks * own
-
 
 class GroupShape(NamedTuple):
     """A rank and a size in place of a Group, for layers that are described but never computed."""
@@ -102,7 +63,7 @@ class GroupShape(NamedTuple):
 
 def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
-) -> LayerFactory:
+) -> Plain:
     """Return the layer factory of a tensor-parallel group.
 
     context   the group of the ranks that divide the tokens of each row; None: no ranks do
@@ -119,10 +80,10 @@ def layers_for(
     if context:
         share = TokenShare(context.rank, context.size, layout.cp_mode == "ring")
         return ContextParallel(ops, context, rows=rows, tokens=share, **settings)
-    return LayerFactory(ops, rows=rows, **settings)
+    return Plain(ops, rows=rows, **settings)
 
 
-def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
+def described(ops: Ops, layout: Layout, **settings: Any) -> Plain:
     """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
     Without a group, its layers list their parameters and shapes, but cannot compute.
@@ -132,7 +93,19 @@ def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
     return layers_for(ops, shape, layout, **settings)
 
 
-def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
+def filled_shape(layers: Plain, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
+    if layers.tokens.ranks == 1:
+        return layers.rows.filled(shape)
+    ranks, chunks, (sequences, tokens) = layers.tokens.ranks, layers.tokens.chunks, shape
+    each = chunks // ranks  # chunks of a rank
+    sequences, own = layers.rows.filled((sequences, -(-tokens // chunks) * each))
+    if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
+        sequences, own = layers.rows.filled((sequences, own + 1))
+    return sequences, ranks * own
+
+
+def loss_for(layers: Plain, own: Loss | None = None) -> Loss:
     """Return the user's loss or the loss of `layers`; with memory.logit_chunks as a ChunkedLoss."""
     loss = own or layers.loss()
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss

@@ -34,6 +34,8 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
         arXiv:2205.05198
 """
 
+from __future__ import annotations  # help() then prints signatures as they are written here
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,11 @@ class ReplicatedRows(WholeRows):
     def __init__(self, group: Group):
         super().__init__(group.rank, group.size)
         self.group = group
+
+    def cross_entropy(
+        self, ops: Ops, vocab: int, smoothing: float
+    ) -> VocabParallelCrossEntropy | None:
+        return VocabParallelCrossEntropy(ops, self, vocab, smoothing)
 
     def reduction(self, lease: ActivationBuffer) -> Reduction:
         """Return the reduction of the ranks' partial sums in the leased buffer."""

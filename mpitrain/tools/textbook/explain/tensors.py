@@ -17,10 +17,11 @@ from mpitrain.collectives.group import ActivationBuffer, Group
 from mpitrain.config import Layout
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import READING
+from mpitrain.layers.plain import Plain
 from mpitrain.machine.backend import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.context import RingAttention
-from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, layers_for
+from mpitrain.parallel.tensor.layer_factory import GroupShape, layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.parallel.tensor.rows import ReplicatedRows
 from mpitrain.tools.textbook.explain.explanation import (
@@ -51,7 +52,7 @@ class ShownLayer(NamedTuple):
     is_alone   whether every rank has all of x and of y, as between layers that are not divided
     """
 
-    make: Callable[[LayerFactory, int], Any]
+    make: Callable[[Plain, int], Any]
     source: type
     splits: int
     sentences: Sequence[str]
@@ -220,7 +221,7 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     return _RankCells(frames, _bytes_of_the_pair(layers, group, count, arena))
 
 
-def _bytes_of_the_pair(layers: LayerFactory, group: Group, count: int, arena: Arena) -> int:
+def _bytes_of_the_pair(layers: Plain, group: Group, count: int, arena: Arena) -> int:
     traffic = group.transport.traffic
     pair = [
         make(layers, count, count, _drawn, bias=False)
