@@ -307,8 +307,8 @@ MATRIX = {
     "tensors": Job(ONE, 4, TENSORS, source_of),
     "contexts": Job([*ONE, *NARROW], 4, CONTEXTS, source_of),
     "pipelines": Job(SMALL, STEPS, PIPELINES),
-    "bert": Job(BERT, 5, BERTS),
-    "llama": Job(LLAMA, 5, LLAMAS),
+    "bert": Job(BERT, 3, BERTS),
+    "llama": Job(LLAMA, 3, LLAMAS),
     "own layers": Job(
         BASE, 3, OWN_LAYERS, lambda config: Tokens(), partial(units, drops=True, **MODEL)
     ),

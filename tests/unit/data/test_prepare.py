@@ -14,7 +14,7 @@ import pytest
 from mpitrain.cli.rank_encoders import RankEncoders, serve
 from mpitrain.data.documents import Form, Position, chunks, inputs
 from mpitrain.data.prepare import Options, prepare, processes
-from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
+from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.transport.threads import run_ranks
 
@@ -243,46 +243,9 @@ def test_another_configuration_starts_anew_and_other_data_is_not_replaced(tmp_pa
     assert files(tmp_path / "other") == {"val.bin": b"mine"}
 
 
-ODD = {
-    "latin1.txt": "größer".encode("latin1"),
-    "empty.txt": b"",
-    "list.jsonl": b"[1]\n",
-    "number.jsonl": b'{"text": 1}\n',
-    "keys.jsonl": b'{"body": "a"}\n',
-    "cut.jsonl": b'{"text": "a"}\n{"text": "b\n',
-    "bytes.jsonl": b'{"text": "\xff"}\n',
-    "surrogate.jsonl": b'{"text": "\\ud800"}\n',
-    "text.parquet": b"no parquet at all",
-    "empty.parquet": b"",
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_inputs_are_one_error_that_names_them(tmp_path, name):
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
-    (tmp_path / name).write_bytes(ODD[name])
-    with pytest.raises(DataError) as raised:
-        made(tmp_path / "out", [tmp_path / name])
-    assert name in str(raised.value) or name == "empty.txt"
-    assert not (tmp_path / "out/train.bin").exists()
-
-
 @pytest.mark.parametrize("kind", ["missing", "pipe", "folder"])
 def test_inputs_that_are_no_files_are_refused(tmp_path, kind):
     path = tmp_path / "in"
     {"missing": lambda p: None, "pipe": os.mkfifo, "folder": os.mkdir}[kind](path)
     with pytest.raises(DataError, match=str(path)):
         made(tmp_path / "out", [path])
-
-
-def test_a_damaged_tokenizer_is_refused_by_name():
-    pytest.importorskip("tokenizers")
-    for data in (
-        b"",
-        b"{}",
-        b"\xff",
-        b'{"version":"1.0","model":{"type":"BPE","vocab":{},"merges":[]}}',
-    ):
-        with pytest.raises(DataError, match="tok"):
-            open_tokenizer(data, "tok")

@@ -263,14 +263,6 @@ def test_an_unknown_record_names_the_six_that_are_known(tmp_path):
         rows(path)
 
 
-@pytest.mark.parametrize("text", ["[", "[{}", '[{"messages": 1}]x', '[{"a": 1, "a": 2}]', "[{},]"])
-def test_a_damaged_array_is_one_error(tmp_path, text):
-    (tmp_path / "data").write_text(text)
-    with pytest.raises(DataError) as raised:
-        rows(tmp_path / "data")
-    assert str(tmp_path / "data") in raised.value.law and "\n" not in raised.value.law
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_prepared_records_are_the_rows_of_the_file(tmp_path, kind, monkeypatch):
     """Chunks of few records, each of which may be the last before an interruption."""

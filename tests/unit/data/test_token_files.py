@@ -156,15 +156,9 @@ def test_a_file_that_becomes_shorter_is_an_error_and_no_crash(tmp_path):
         source.batch(0, 0, 4, range(4))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", '{"dtype": "int8"}', '{"dtype": 16}', '{"dtype": null}', "\xff", "NaN"],
-)
-def test_an_odd_meta_json_is_refused_by_its_name_unless_the_dtype_is_known(tmp_path, text):
+def test_a_damaged_meta_json_is_not_read_where_the_dtype_is_known(tmp_path):
     TOKENS.tofile(tmp_path / "t.bin")
-    (tmp_path / "meta.json").write_text(text, "latin-1")
-    with pytest.raises(DataError, match=r"meta\.json"):
-        opened(tmp_path / "t.bin")
+    (tmp_path / "meta.json").write_text("{")
     assert opened(tmp_path / "t.bin", dtype="uint16").inputs == 901
 
 

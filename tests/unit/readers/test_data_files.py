@@ -1,14 +1,26 @@
-"""Damaged and hostile data files: one table a format; each is refused by one line that names the file."""
+"""Damaged and hostile data files: a table for each family of formats, and one test that refuses every row of every table.
+
+A refusal is one line, which has what the law of its family says, such as the file or the number of the line. Arrays (.npy, .npz,
+CSV, HDF5) have their table in tests/ranks/run/test_arrays.py: they are refused on every rank.
+"""
 
 import gzip
 import io
 import json
+import re
 import struct
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from mpitrain.data import open_source
+from mpitrain.data.documents import Form
+from mpitrain.data.prepare import Options, prepare, processes
+from mpitrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from mpitrain.errors import DataError
 
 CONTEXT, COUNT, LARGEST = 8, 2000, 900
@@ -83,18 +95,6 @@ DAMAGED_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["source", "validation"])
-@pytest.mark.parametrize("data", DAMAGED_TOKENS.values(), ids=DAMAGED_TOKENS)
-def test_a_damaged_file_of_tokens_is_refused(tmp_path, data, kind):
-    (tmp_path / "damaged.bin").write_bytes(data)
-    TOKENS.tofile(tmp_path / "good.bin")
-    names = [f"tokens:{tmp_path}/damaged.bin", f"tokens:{tmp_path}/good.bin"]
-    source, other = names if kind == "source" else reversed(names)
-    with pytest.raises(DataError) as raised:
-        open_source(source, CONTEXT, "float32", validation=other)
-    assert "damaged.bin" in raised.value.law and "\n" not in raised.value.law
-
-
 PAIR = {"prompt": "1 + 1?", "answer": "2"}
 GOOD = json.dumps(PAIR).encode()
 LINES = [
@@ -134,14 +134,6 @@ LINES = [
     GOOD.decode().encode("utf-16-le"),
     b"\x00",
 ]
-
-
-@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[:30]))
-def test_a_damaged_line_of_conversations_is_refused_by_its_number(tmp_path, line):
-    (tmp_path / "data").write_bytes(b"\n".join([GOOD, b"", line, GOOD]))
-    with pytest.raises(DataError, match=rf"Line 3 of {tmp_path}/data") as raised:
-        open_source(f"jsonl:{tmp_path}/data", 40, "float32")
-    assert "\n" not in raised.value.law
 
 
 def test_blank_lines_and_other_line_ends_change_no_conversation(tmp_path):
@@ -201,14 +193,147 @@ DAMAGED_IMAGES = {
 }
 
 
-@pytest.mark.parametrize("changes", DAMAGED_IMAGES.values(), ids=DAMAGED_IMAGES)
-def test_damaged_images_are_refused(tmp_path, changes):
-    for name, data in {**SOUND, **changes}.items():
-        if data is not None:
-            (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError) as raised:
-        open_source(f"idx:{tmp_path}", 8, "float64")
-    assert str(tmp_path) in raised.value.law and "\n" not in raised.value.law
+ODD_INPUTS = {
+    "latin1.txt": "größer".encode("latin1"),
+    "empty.txt": b"",
+    "list.jsonl": b"[1]\n",
+    "number.jsonl": b'{"text": 1}\n',
+    "keys.jsonl": b'{"body": "a"}\n',
+    "cut.jsonl": b'{"text": "a"}\n{"text": "b\n',
+    "bytes.jsonl": b'{"text": "\xff"}\n',
+    "surrogate.jsonl": b'{"text": "\\ud800"}\n',
+    "text.parquet": b"no parquet at all",
+    "empty.parquet": b"",
+}
+NO_TOKENIZERS = {
+    "nothing": b"",
+    "an empty object": b"{}",
+    "no text": b"\xff",
+    "no vocabulary": b'{"version":"1.0","model":{"type":"BPE","vocab":{},"merges":[]}}',
+}
+NO_META = [
+    "",
+    "{",
+    "[]",
+    "3",
+    '{"dtype": "int8"}',
+    '{"dtype": 16}',
+    '{"dtype": null}',
+    "\xff",
+    "NaN",
+]
+NO_ARRAYS = ["[", "[{}", '[{"messages": 1}]x', '[{"a": 1, "a": 2}]', "[{},]"]
+
+
+class Family(NamedTuple):
+    """A family of formats.
+
+    read     (folder) reads the files
+    law      what a refusal must have, as a pattern
+    damages  {damage: {file: its bytes; None: it is missing}}
+    sound    the files beside those that are damaged
+    needs    a package without which nothing of the family is read
+    """
+
+    read: Callable[[Path], Any]
+    law: str
+    damages: Mapping[str, Mapping[str, bytes | None]]
+    sound: Mapping[str, bytes] = {}
+    needs: str = ""
+
+
+def opened(source, validation="", context=CONTEXT):
+    """Read a source of this name in a folder."""
+
+    def read(folder):
+        beside = validation and f"tokens:{folder}/{validation}"
+        return open_source(source.format(folder), context, "float32", validation=beside)
+
+    return read
+
+
+def prepared(folder):
+    """Prepare the one file of a folder; nothing is written if it is refused."""
+    (path,) = folder.iterdir()
+    options = Options([path], ByteTokenizer(), -1, Form(0.1, 0, "text", ""))
+    try:
+        prepare(options, folder / "out", processes(1, 0))
+    finally:
+        assert not (folder / "out/train.bin").exists()
+
+
+def file(name, damages):
+    """The damages of one file."""
+    return {damage: {name: data} for damage, data in damages.items()}
+
+
+FAMILIES = {
+    "tokens": Family(opened("tokens:{}/a.bin"), r"a\.bin", file("a.bin", DAMAGED_TOKENS)),
+    "held-out tokens": Family(
+        opened("tokens:{}/b.bin", "a.bin"),
+        r"a\.bin",
+        file("a.bin", DAMAGED_TOKENS),
+        {"b.bin": TOKENS.tobytes()},
+    ),
+    "the dtype of tokens": Family(
+        opened("tokens:{}/a.bin"),
+        r"meta\.json",
+        file("meta.json", {text: text.encode("latin-1") for text in NO_META}),
+        {"a.bin": TOKENS.tobytes()},
+    ),
+    "conversations": Family(
+        opened("jsonl:{}/data", context=40),
+        r"Line 3 of .*/data",
+        file("data", {repr(line): b"\n".join([GOOD, b"", line, GOOD]) for line in LINES}),
+    ),
+    "an array of conversations": Family(
+        opened("jsonl:{}/data"), "/data", file("data", {text: text.encode() for text in NO_ARRAYS})
+    ),
+    "images": Family(opened("idx:{}"), "{}", DAMAGED_IMAGES, SOUND),
+    "documents to prepare": Family(
+        prepared,
+        "{}|inputs must have text",
+        {
+            name: {name: data}
+            for name, data in ODD_INPUTS.items()
+            if not name.endswith("parquet") or find_spec("pyarrow")
+        },
+    ),
+    "tokenizers": Family(
+        lambda folder: open_tokenizer((folder / "tok").read_bytes(), f"{folder}/tok"),
+        "/tok",
+        file("tok", NO_TOKENIZERS),
+        needs="tokenizers",
+    ),
+}
+
+
+def refusal_of(family, folder):
+    """What is wrong with the refusal of these files; nothing if it is as its law says."""
+    try:
+        found = family.read(folder)
+    except DataError as error:
+        is_named = re.search(family.law.format(re.escape(str(folder))), error.law)
+        return "" if is_named and "\n" not in error.law else f"refused by {error.law!r:.300}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return f"read as {str(found)[:100]}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_damage_of_data_is_refused_by_one_line_as_its_law_says(name, tmp_path):
+    family, wrong = FAMILIES[name], {}
+    if family.needs:
+        pytest.importorskip(family.needs)
+    for number, (damage, changes) in enumerate(family.damages.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for each, data in {**family.sound, **changes}.items():
+            if data is not None:
+                (folder / each).write_bytes(data)
+        if said := refusal_of(family, folder):
+            wrong[damage] = said
+    assert family.damages and not wrong
 
 
 @pytest.mark.parametrize("packed", [False, True])
