@@ -9,17 +9,15 @@ which they were sent. `rank` and `size` are relative to this transport: `split` 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpitrain.errors import CommError, PeerLost
+from mpitrain.errors import CommError
 from mpitrain.trace.recorder import LIBRARY_CALLS, MESSAGES, SILENT, Recorder
-from mpitrain.transport.places import Place, refilled
+from mpitrain.transport.places import PlacedRanks
 from mpitrain.transport.windows import Tenants, Windows
 
 FIRST_CLAIMED_TAG = 1 << 14
@@ -27,12 +25,6 @@ FIRST_CLAIMED_TAG = 1 << 14
 
 LONGEST_PAUSE = 1e-3
 """The longest pause of a wait between two looks, in seconds."""
-
-SPARE_PAUSE = 0.02
-"""The pause between two looks of a rank that waits for a place, in seconds."""
-
-DISMISSAL = 77
-"""The tag of the message that ends a rank without a place."""
 
 
 @dataclass
@@ -79,7 +71,7 @@ class Request(Protocol):
         """Block until the message is complete."""
 
 
-class Transport(Protocol):
+class Transport(PlacedRanks, Protocol):
     """An endpoint for messages between `size` ranks, as an MPI communicator.
 
     Waits have no deadline of their own: the watchdog of a run detects a hang.
@@ -120,17 +112,6 @@ class Transport(Protocol):
     """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
     _next_tag: int = FIRST_CLAIMED_TAG
     _last_tag: int = sys.maxsize
-    # Of a root transport:
-    number: int
-    """This rank's rank in the whole job at the start, which it keeps."""
-    history: Sequence[list[Place]] = ([],)
-    """The places at the start, and after each loss."""
-    living: Mapping[int, str] = {}
-    """{number: host} of the ranks that lived after the last loss, with or without a place."""
-    is_spare: bool = False
-    """Whether this rank has no place: it may only call `await_place`."""
-    joins: bool = False
-    """Whether this rank has just taken a place, while the others go on after a loss."""
 
     def record(self, recorder: Recorder) -> None:
         """Note the messages and waits of this transport, and of all that are split from it later.
@@ -319,108 +300,6 @@ class Transport(Protocol):
 
         Does not return. With an empty message, nothing is printed.
         """
-
-    def survivors(self) -> "Transport":
-        """Become the transport of the living ranks that have a place after a loss, and return it.
-        Collective over all living ranks, those without a place too; only for a root transport.
-
-        First, without any message, requests and admitted threads end, and all communicators,
-        windows and tenants are forgotten, those of split transports too. Then `refilled` gives the
-        places of lost ranks to ranks without one, and the ranks are numbered by their places, as
-        those of a whole job. If no replica is whole, the living ranks keep their places. A transport
-        that is recorded gets a new recorder: the old one has names of the old ranks.
-
-        Raises
-        ------
-        PeerLost
-            If another rank dies meanwhile. Call it again.
-        CommError
-            If a thread or a request does not end.
-        """
-        hosts = {**self._hosts}
-        around = self._connect_living()
-        known = around.gather_text([self.number, self.history])
-        numbers = [number for number, _ in known]
-        # A loss may have kept the last places from some ranks, and only ranks with a place know the replicas.
-        last = min(len(history) for _, history in known)
-        before: list[Place] = next(
-            (
-                [Place(*place) for place in history[last - 1]]
-                for number, history in known
-                if number in [one for one, _ in history[last - 1]]
-            ),
-            [],
-        )
-        stayed = [place for place in before if place.number in numbers]
-        places = refilled(before, hosts, {*numbers}) or stayed
-        self.history = [*self.history[: last - 1], before, places]
-        self.living = {number: hosts[number] for number in numbers}
-        self._settle(around, [numbers.index(place.number) for place in places])
-        return self
-
-    def number_ranks(self) -> None:
-        """Give each rank of a root transport the place of its rank, and a replica of its own."""
-        self.number, self._hosts = self.rank, dict(enumerate(self.hosts))
-        self.living = {**self._hosts}
-        self.history = [[Place(rank, rank) for rank in range(self.size)]]
-
-    def set_spares(self, is_spare: bool) -> None:
-        """Make some ranks of a root transport spares, and number the others anew. Collective, once."""
-        around = copy(self)
-        known = around.gather_text(is_spare)
-        numbers = [number for number, waits in enumerate(known) if not waits]
-        self.history = [[Place(number, rank) for rank, number in enumerate(numbers)]]
-        self._settle(around, numbers)
-
-    def keep_together(self, replicas: Sequence[int]) -> None:
-        """State the replica of each place, as `refilled` needs it; the same on all ranks that have one."""
-        last = self.history[-1]
-        self.history = [
-            *self.history[:-1],
-            [Place(place.number, replica) for place, replica in zip(last, replicas, strict=True)],
-        ]
-
-    @property
-    def had_spares(self) -> bool:
-        return len(self.history[0]) < len(self._hosts)
-
-    @property
-    def spares(self) -> int:
-        """The number of ranks that wait for a place, as far as is known: a dead one is missed at the next loss."""
-        return len(self.living) - len(self.history[-1])
-
-    def await_place(self) -> bool:
-        """Wait until this rank has a place, almost without processor time; return whether it has one.
-
-        If not, the job is over: rank 0 has said so, or no rank that had a place is left.
-        """
-        while self.is_spare and self.history[-1]:
-            try:
-                request = self._around.start_recv(np.zeros(1, np.uint8), self._first, DISMISSAL)
-                self._around.wait_until(request.test, SPARE_PAUSE, request)
-                return False
-            except PeerLost:
-                with suppress(PeerLost):
-                    self.survivors()
-                self.joins = not self.is_spare
-        return not self.is_spare
-
-    def dismiss_spares(self) -> None:
-        """Let the ranks that wait for a place end; on rank 0, which needs them no more. Raises nothing."""
-
-    # What `survivors` needs from an implementation.
-
-    _hosts: dict[int, str]
-    """{number: host} of all ranks at the start."""
-    _around: "Transport"
-    """The transport of all living ranks, and in it the rank that has place 0."""
-    _first: int
-
-    def _connect_living(self) -> "Transport":
-        """Forget what `survivors` says, and return a transport over all living ranks. Collective."""
-
-    def _settle(self, around: Any, ranks: Sequence[int]) -> None:
-        """Become the transport of these ranks of `around`, in their order; others are spares. Collective."""
 
 
 class Recorded:

@@ -28,7 +28,6 @@ from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WO
 from mpitrain.transport import ulfm
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
-    DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
     Recorded,
@@ -48,6 +47,7 @@ from mpitrain.transport.failures import (
     unlink_mapped,
 )
 from mpitrain.transport.library import family_of, named
+from mpitrain.transport.places import DISMISSAL
 from mpitrain.transport.windows import Tenants, Windows, no_room
 
 TYPE_BLOCK = 1 << 20
@@ -255,6 +255,15 @@ def _refuse(started: process.Launched, law: str, way_out: str = LAUNCHER_OF_MPI)
     raise ConfigError(law, way_out).on_every_rank()
 
 
+def _ranks_in(whole: Any, part: Any) -> list[int]:
+    """Return the ranks in the communicator `whole` of the ranks of `part`, in their order. Without messages."""
+    group, among = part.Get_group(), whole.Get_group()
+    ranks: list[int] = group.Translate_ranks(range(part.size), among)
+    group.Free()
+    among.Free()
+    return ranks
+
+
 def _is_sent(request: Any, mpi: Any) -> bool:
     try:
         return bool(request.Test())
@@ -396,6 +405,7 @@ class MpiTransport(Transport):
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
         self.members: tuple[int, ...] = ()
+        self.hosts: tuple[str, ...] = ()
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self.own_name = f"rank {comm.rank}"
@@ -413,12 +423,12 @@ class MpiTransport(Transport):
         self._next_tag = FIRST_CLAIMED_TAG
         # Split communicators do not have this attribute.
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
-        name = MPI.Get_processor_name()
-        if root is None and comm.size > 1:
-            name += f"\n{process.package()}"  # A rank of an earlier version sends the name alone.
-        names, self.members = zip(*self.gather_text((name, place)), strict=True)
-        self.hosts, _, packages = zip(*(name.partition("\n") for name in names), strict=True)
-        self._refuse_other_code(packages)
+        if root is None:
+            self._meet_others(place)
+        else:
+            ranks = _ranks_in(root.comm, comm)
+            self.members = tuple(root.members[rank] for rank in ranks)
+            self.hosts = tuple(root.hosts[rank] for rank in ranks)
         self._names = [
             f"rank {rank}" + (f" (of all ranks {place})" if place != rank else "")
             for rank, place in enumerate(self.members)
@@ -428,6 +438,15 @@ class MpiTransport(Transport):
         self.tenants = Tenants()
         self._made: list[int] = []
         self._inherited: list[Any] = []
+
+    def _meet_others(self, place: int) -> None:
+        """Learn the hosts and places of all ranks, and refuse those with other code; collective."""
+        name = self.MPI.Get_processor_name()
+        if self.size > 1:
+            name += f"\n{process.package()}"  # A rank of an earlier version sends the name alone.
+        names, self.members = zip(*self.gather_text((name, place)), strict=True)
+        self.hosts, _, packages = zip(*(name.partition("\n") for name in names), strict=True)
+        self._refuse_other_code(packages)
 
     def _refuse_other_code(self, packages: Sequence[str]) -> None:
         """End the job if ranks run different code: they may not understand each other's errors.

@@ -27,7 +27,6 @@ from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine.process import same_gpu
 from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
 from mpitrain.transport.base import (
-    DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
     Recorded,
@@ -38,6 +37,7 @@ from mpitrain.transport.base import (
     check_message,
     named,
 )
+from mpitrain.transport.places import DISMISSAL
 from mpitrain.transport.windows import Tenants, Windows
 
 NOTHING = np.empty(0, np.uint8)
