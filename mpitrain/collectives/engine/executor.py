@@ -143,12 +143,11 @@ class Reduction:
         """
         if self._awaited is not None:
             raise _started_twice()
-        recorder, name = self._recorder, self._name
-        span, wait = recorder.begin(REDUCTION, name, nbytes=self._nbytes), recorder.wait(name)
         with self.exposed or nullcontext():
-            self._run()
-        recorder.go_on(wait)
-        recorder.end(span)
+            if self._recorder.is_on:
+                self._run_noted()
+            else:
+                self._run()
 
     def start(self) -> None:
         """Start a run, and send the messages that need no other message first.
@@ -160,7 +159,8 @@ class Reduction:
         """
         if self._awaited is not None:
             raise _started_twice()
-        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
+        if self._recorder.is_on:
+            self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
         self._left = self._steps()
         self._awaited = next(self._left, NO_MESSAGE)
 
@@ -212,6 +212,14 @@ class Reduction:
         """Do one run, and block."""
         for request in self._steps():
             request.wait()
+
+    def _run_noted(self) -> None:
+        """Do one run, and block, with its records in the trace."""
+        recorder, name = self._recorder, self._name
+        span, wait = recorder.begin(REDUCTION, name, nbytes=self._nbytes), recorder.wait(name)
+        self._run()
+        recorder.go_on(wait)
+        recorder.end(span)
 
 
 NO_MESSAGE = Several(())
