@@ -201,9 +201,9 @@ def test_a_job_on_the_host_without_a_limit_of_memory_loads_no_counter(book, tmp_
 def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path):
     row = OPERATIONS["layer_norm"]
 
-    def by_address(x, *rest):
+    def by_address(x, *rest, **named):
         assert x.ctypes.data
-        return layers.layer_norm(x, *rest)
+        return layers.layer_norm(x, *rest, **named)
 
     with replaced(OPERATIONS, "layer_norm", row._replace(host=by_address)):
         keys = ["run.steps=1", "run.eval_every=-1", "device.passes=numpy", "memory.limit_gb=1e6"]
