@@ -60,7 +60,7 @@ from mpitrain.regions import share
 from mpitrain.run.build import alone, stage_sizes
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter
-from mpitrain.run.job import resolve_here
+from mpitrain.run.job import Job, resolve_here
 from mpitrain.run.rules import check_each, of_model
 from mpitrain.tools.plan.memory import check_imbalance, most_imbalance
 from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree
@@ -553,8 +553,7 @@ class Planner:
         config = self._config.changed(
             {"layout.tp": axes.tp, "pipeline.partition": ",".join(map(str, counts))}
         )
-        job = replace(self._job, config=config, axes=axes, plan=plan)
-        counter = Counter(job)
+        counter = Counter(self._with_layout(config, axes, plan))
         return [*map(counter.storage, range(axes.pp))]
 
     def _count_state(self, axes: Axes, zero: int) -> np.ndarray:
@@ -672,8 +671,12 @@ class Planner:
             }
         )
         plan = plan_of(SERIAL, 1, layout.micro_batches)
-        job = replace(self._job, config=config, axes=layout.axes, plan=plan)
+        job = self._with_layout(config, layout.axes, plan)
         return Counter(job, imbalance=self._imbalance_of(layout))
+
+    def _with_layout(self, config: Config, axes: Axes, plan: Plan) -> Job:
+        hosts = self._hosts[:1] * axes.ranks  # What is counted does not depend on hosts.
+        return replace(self._job, config=config, axes=axes, hosts=hosts, plan=plan)
 
     def _imbalance_of(self, layout: ParallelLayout) -> float:
         return min(self.imbalance, most_imbalance(self._config.model, layout.ep))
