@@ -675,7 +675,7 @@ class Planner:
         return Counter(job, imbalance=self._imbalance_of(layout))
 
     def _with_layout(self, config: Config, axes: Axes, plan: Plan) -> Job:
-        hosts = self._hosts[:1] * axes.ranks  # What is counted does not depend on hosts.
+        hosts = [self._hosts[0]] * axes.ranks  # What is counted does not depend on hosts.
         return replace(self._job, config=config, axes=axes, hosts=hosts, plan=plan)
 
     def _imbalance_of(self, layout: ParallelLayout) -> float:
