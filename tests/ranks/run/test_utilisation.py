@@ -13,6 +13,7 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import layers
+from mpitrain.ops.host.passes import by_numpy
 from mpitrain.run import utilisation as measuring
 from mpitrain.run.build import build
 from mpitrain.run.count import step
@@ -201,9 +202,9 @@ def test_a_job_on_the_host_without_a_limit_of_memory_loads_no_counter(book, tmp_
 def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path):
     row = OPERATIONS["layer_norm"]
 
-    def by_address(x, *rest, **named):
+    def by_address(x, *rest):
         assert x.ctypes.data
-        return layers.layer_norm(x, *rest, **named)
+        return layers.layer_norm(by_numpy, x, *rest)
 
     with replaced(OPERATIONS, "layer_norm", row._replace(host=by_address)):
         keys = ["run.steps=1", "run.eval_every=-1", "device.passes=numpy", "memory.limit_gb=1e6"]
