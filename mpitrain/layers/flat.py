@@ -104,26 +104,21 @@ class FlatLayout:
         self.length = 0
         kinds = {(p.holders, p.partial) for own in tensors for p in own}
         for kind in sorted({("", False), *kinds}):
-            for index, own in enumerate(tensors):
+            for unit, own in enumerate(tensors):
                 of_kind = [p for p in own if (p.holders, p.partial) == kind]
-                if of_kind or kind == ("", False):
-                    self._lay_out(index, kind, sorted(of_kind, key=lambda p: p.decayed), grain)
+                if not of_kind and kind != ("", False):
+                    continue
+                start = stop = self.length
+                for parameter in sorted(of_kind, key=lambda p: p.decayed):
+                    at = start + _padded(stop - start, GRAIN)
+                    self.entries.append(Entry(parameter.name, parameter, unit, at))
+                    stop = self.entries[-1].stop
+                self.length = start + _padded(stop - start, grain)
+                self.spans.append(Span(start, self.length, unit, *kind))
 
     @property
     def largest(self) -> int:
         return max((span.stop - span.start for span in self.spans), default=0)
-
-    def _lay_out(
-        self, unit: int, kind: tuple[str, bool], parameters: Sequence[Parameter], grain: int
-    ) -> None:
-        start = stop = self.length
-        for parameter in parameters:
-            self.entries.append(
-                Entry(parameter.name, parameter, unit, start + _padded(stop - start, GRAIN))
-            )
-            stop = self.entries[-1].stop
-        self.length = start + _padded(stop - start, grain)
-        self.spans.append(Span(start, self.length, unit, *kind))
 
     def initialize(
         self,

@@ -346,6 +346,7 @@ class Norm:
         rows: WholeRows = ALL_ROWS,
     ):
         self.width, self.epsilon, self.has_mean, self.rows = width, epsilon, has_mean, rows
+        self._names = ("gain", "bias") if has_mean else ("gain",)
         self.product, self.product_backward_input, self.product_backward_weight = (
             (ops.layer_norm, ops.layer_norm_backward_input, ops.layer_norm_backward_weight)
             if has_mean
@@ -361,7 +362,7 @@ class Norm:
         return shape
 
     def forward(self, w, x, now, arena):
-        weights = (w["gain"], w["bias"]) if self.has_mean else (w["gain"],)
+        weights = [w[name] for name in self._names]
         y, saved = self.product(flat_rows(x), *weights, self.epsilon, arena)
         return y.reshape(x.shape), saved
 
@@ -371,15 +372,10 @@ class Norm:
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
-        names = ("gain", "bias") if self.has_mean else ("gain",)
-        written: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for name in names:
-            if name in dw:
-                written[dw[name].claim()][name] = dw[name].array
-        for adds, arrays in written.items():
-            if arrays:
-                gradients = [arrays.get(name) for name in names]
-                self.product_backward_weight(pending, *gradients, adds, arena)
+        claims = {name: dw[name].claim() for name in self._names if name in dw}
+        for adds in {*claims.values()}:
+            own = [dw[name].array if claims.get(name) is adds else None for name in self._names]
+            self.product_backward_weight(pending, *own, adds, arena)
 
 
 class HeadNorms:
@@ -1093,9 +1089,7 @@ class Plain:
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
-        self.split_loss: Any = (
-            None  # of this rank's columns of the logits, if other ranks have others
-        )
+        self.split_loss: Any = None  # where ranks divide the vocabulary
 
     def all_tokens(self, x: Any, arena: Arena) -> Any:
         """Return (B, T, C), the tokens of all ranks of layout.cp, from those of this one."""

@@ -75,10 +75,10 @@ class WholeState(NamedTuple):
         (groups, batch, each, total, width), length = self.q.shape, self.kv.shape[3]
         scale = self.seen.scale or width**-0.5
         rows_of_a_block = groups * each * min(total, QUERIES)
-        every_ds, every_scaled = arena.take((2, rows_of_a_block * width), dy.dtype)
+        scratch = arena.take((2, rows_of_a_block * width), dy.dtype)
         part = arena.take((groups, length, width), dy.dtype)
         dscores = [arena.take(block.exp.shape[1:], dy.dtype) for block in self.blocks]
-        scratch = _scratch(self.blocks, arena) if self.drop else None
+        masked = _scratch(self.blocks, arena) if self.drop else None
         every_d, every_dq = split_heads(dy, groups, each), split_heads(dq, groups, each)
         every_dkv = split_heads(dkv, 2, groups)
         seen = self.blocks[-1].exp.shape[4] if self.blocks else 0
@@ -86,7 +86,7 @@ class WholeState(NamedTuple):
             k, v = self.kv[:, sequence, :, None]
             dk, dv = every_dkv[:, sequence]
             dk[:, seen:] = dv[:, seen:] = 0
-            parts = self.parts(sequence, reversed(self.blocks), scratch)
+            parts = self.parts(sequence, reversed(self.blocks), masked)
             backwards = zip(parts, reversed(dscores), strict=True)
             for (rows, keys, _, exp, inverse, masks), dscore in backwards:
                 dscore, is_last = dscore[..., keys], rows.stop == total
@@ -94,9 +94,7 @@ class WholeState(NamedTuple):
                     dk[:, : keys.start] = dv[:, : keys.start] = 0
                 # Groups must be contiguous: the products for keys and values join their queries.
                 shape = *exp.shape[:3], width
-                ds, scaled = (
-                    flat[: math.prod(shape)].reshape(shape) for flat in (every_ds, every_scaled)
-                )
+                ds, scaled = scratch[:, : math.prod(shape)].reshape(2, *shape)
                 # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
                 np.multiply(every_d[:, sequence, :, rows], inverse, out=ds)
                 np.multiply(ds, scale, out=scaled)
