@@ -647,9 +647,8 @@ class MpiTransport(Transport):
             with host.guard("MPI_Win_free"):
                 window.Free()
 
-        self.windows.add(number, blocks, free)
         self._made.append(number)
-        block = self.windows.lend(number, self.members[self.rank])
+        block = self.windows.add(number, blocks, free, self.members[self.rank])
         block[:] = 0
         host.barrier()
         return block[: count * np.dtype(dtype).itemsize].view(dtype)

@@ -277,17 +277,21 @@ class Message(Meets):
     sender  rank of the transport; a receive from any rank has none
     """
 
+    sender: int | None
+
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
-        ends: tuple[Any, Any] = (transport.rank, peer) if sends else (peer, transport.rank)
-        self.sender, receiver = ends
+        self.sender, receiver = (transport.rank, peer) if sends else (peer, transport.rank)
         self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
         self.other: Message | None = None
         self.moved = False
-        if not sends:
-            self.bytes.fill(0xFF)
         world, route = transport.world, (transport.context, receiver, tag)
         with world.lock:
+            if sends:  # an admitted thread updates the same counters
+                transport.traffic.messages += 1
+                transport.traffic.nbytes += array.nbytes
+            else:
+                self.bytes.fill(0xFF)
             opposite = world.unmet[(*route, not sends)]
             for other in opposite:
                 if self.sender == other.sender or None in (self.sender, other.sender):
@@ -307,9 +311,8 @@ class Message(Meets):
 
     def complete(self) -> None:
         """Copy the bytes, unless the other side has done so."""
-        if self.moved:
+        if self.other is None:
             return
-        assert self.other is not None
         send, receive = (self, self.other) if self.sends else (self.other, self)
         receive.source = send.transport.rank
         if send.nbytes != receive.nbytes:
@@ -446,20 +449,18 @@ class ThreadTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         check_message(array, self.me, (to,), self.size)
-        recorder = self.recorder
-        note = self.begin_message(SEND, array, tag, self.members[to]) if recorder.is_on else None
-        with self.world.lock:  # an admitted thread updates the same counters
-            self.traffic.messages += 1
-            self.traffic.nbytes += array.nbytes
-        message = Message(self, array, to, tag, sends=True)
-        return message if note is None else Recorded(message, recorder, note)
+        if not self.recorder.is_on:
+            return Message(self, array, to, tag, sends=True)
+        note = self.begin_message(SEND, array, tag, self.members[to])
+        return Recorded(Message(self, array, to, tag, sends=True), self.recorder, note)
 
     def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Request:
         check_message(array, self.me, () if source is None else (source,), self.size)
-        recorder, member = self.recorder, -1 if source is None else self.members[source]
-        note = self.begin_message(RECEIVE, array, tag, member) if recorder.is_on else None
-        message = Message(self, array, source, tag, sends=False)
-        return message if note is None else Recorded(message, recorder, note)
+        if not self.recorder.is_on:
+            return Message(self, array, source, tag, sends=False)
+        member = -1 if source is None else self.members[source]
+        note = self.begin_message(RECEIVE, array, tag, member)
+        return Recorded(Message(self, array, source, tag, sends=False), self.recorder, note)
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         wait = self.recorder.wait(self.names[MESSAGES]) if self.recorder.is_on else 0
@@ -530,13 +531,9 @@ class ThreadTransport(Transport):
             return array
         number = brought[local[0]][1]
         block = brought[self.rank][0]
-        self.windows.add(
-            number,
-            {self.members[rank]: brought[rank][0] for rank in local},
-            lambda: block.fill(0xFF),
-        )
+        blocks = {self.members[rank]: brought[rank][0] for rank in local}
         self._made.append(number)
-        return self.windows.lend(number, self.me).view(dtype)
+        return self.windows.add(number, blocks, lambda: block.fill(0xFF), self.me).view(dtype)
 
     def close(self) -> None:
         self.recorder = SILENT

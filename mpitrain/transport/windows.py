@@ -53,8 +53,12 @@ class Windows:
         self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
 
-    def add(self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None]) -> None:
-        """Register a window.
+    def add(
+        self, number: int, blocks: dict[int, np.ndarray], free: Callable[[], None], me: int
+    ) -> np.ndarray:
+        """Register a window, and return the block of rank `me` (of the whole job) as an array of bytes.
+
+        The window is in use while the array or a view of it exists.
 
         number  the window's number, equal on all ranks that share it
         blocks  each rank's memory in the window as a uint8 array; keys are ranks in the whole job
@@ -63,6 +67,11 @@ class Windows:
         with self._binding:
             self._free[number], self._users[number] = free, []
             self._blocks[number] = blocks
+        # A new array over the same memory is no view of the block. Views of it therefore refer to
+        # it alone.
+        array = np.asarray(memoryview(blocks[me]))
+        self.use(number, array)
+        return array
 
     def new_number(self, me: int) -> int:
         """Return a number that no other window of the job has or gets; me: this rank in the whole job.
@@ -75,17 +84,6 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def lend(self, window: int, member: int) -> np.ndarray:
-        """Return the block of rank `member` (of the whole job) as an array of bytes.
-
-        The window is in use while the array or a view of it exists.
-        """
-        # A new array over the same memory is no view of the block. Views of it therefore refer to
-        # it alone.
-        array = np.asarray(memoryview(self._blocks[window][member]))
-        self.use(window, array)
-        return array
 
     def use(self, window: int, user: Any) -> None:
         """Mark the window as in use while `user` exists."""

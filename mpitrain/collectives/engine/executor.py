@@ -20,7 +20,7 @@ from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.trace.recorder import REDUCTION, SILENT, Recorder
-from mpitrain.transport.base import Request, Several, Transport, named
+from mpitrain.transport.base import Request, Transport, named
 from mpitrain.transport.device import aside
 
 OPS: dict[str, np.ufunc] = {
@@ -80,8 +80,8 @@ class Reduction:
     """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
     Every run applies the same collective to the present contents of the buffer. A subclass defines
-    `_steps`. The base refuses a start before the end of the last run, and records runs and waits in a
-    trace. A reduction is a Request, too, so one may wait for others.
+    `_steps`. The base records runs and waits in a trace. A reduction is a Request, too, so one may
+    wait for others.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Reduction:
     only its own reduction, so all ranks must wait for several reductions in the same order.
 
     Either all ranks call `run`, or all ranks call `start`. The algorithms "shared" and "native"
-    synchronise differently in the two cases.
+    synchronise differently in the two cases. Both raise CommError if the last run has not ended.
     """
 
     algorithm = ""
@@ -134,13 +134,7 @@ class Reduction:
         self._recorder, self._name, self._nbytes = recorder, name, nbytes
 
     def run(self) -> None:
-        """Run the collective: `start`, then `wait`.
-
-        Raises
-        ------
-        CommError
-            If the previous run has not ended.
-        """
+        """Run the collective: `start`, then `wait`."""
         if self._awaited is not None:
             raise _started_twice()
         with self.exposed or nullcontext():
@@ -150,13 +144,7 @@ class Reduction:
                 self._run()
 
     def start(self) -> None:
-        """Start a run, and send the messages that need no other message first.
-
-        Raises
-        ------
-        CommError
-            If the previous run has not ended.
-        """
+        """Start a run, and send the messages that need no other message first."""
         if self._awaited is not None:
             raise _started_twice()
         if self._recorder.is_on:
@@ -167,10 +155,7 @@ class Reduction:
     def poll(self) -> bool:
         """Progress the run as far as possible without blocking.
 
-        Returns
-        -------
-        bool
-            True once the result is in the buffer, and before the first start.
+        Return True once the result is in the buffer, and before the first start.
         """
         while self._awaited is not None and self._awaited.test():
             self._awaited = FAILED  # unless the next line brings another
@@ -222,8 +207,8 @@ class Reduction:
         recorder.end(span)
 
 
-NO_MESSAGE = Several(())
-"""The request that is left of a run without messages, which has ended in `start`."""
+NO_MESSAGE = Reduction()
+"""The request that is left of a run without messages, which has ended in `start`: one never started."""
 
 
 class Failed:
@@ -283,14 +268,13 @@ def agree(
               contiguous, writable block of numbers;
               ConfigError on every rank for an unknown op or algorithm
     """
-    problem = unfit(array)
-    tag = transport.claim_tag()
-    arguments = {"operation": operation, "problem": problem, "algorithm": algorithm, **settings}
-    arguments["tag"] = tag
-    if problem is None:
-        arguments |= {"count": array.size, "dtype": array.dtype.name}
+    problem, tag = unfit(array), transport.claim_tag()
     owns: Sequence[Any] = ()
     if compares:
+        arguments = {"operation": operation, "problem": problem, "algorithm": algorithm, **settings}
+        arguments["tag"] = tag
+        if problem is None:
+            arguments |= {"count": array.size, "dtype": array.dtype.name}
         everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
         _check_equal(transport, operation, everyone)
     elif problem is not None:
@@ -423,7 +407,6 @@ class Execution(Reduction):
                 self._combine(target, received)
 
     def _post(self, step: _BoundStep) -> list[Request]:
-        """Start the messages of a step."""
         transport, tag = self._transport, self._tag
         requests = [transport.start_recv(view, peer, tag) for view, peer in step.receives]
         requests += [transport.start_send(view, peer, tag) for view, peer in step.sends]
