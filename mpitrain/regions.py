@@ -73,6 +73,11 @@ def share(count: int, part: int, parts: int) -> range:
     return range(part * count // parts, (part + 1) * count // parts)
 
 
+def shares(count: int, parts: int) -> list[range]:
+    """Return all of these runs."""
+    return [share(count, part, parts) for part in range(parts)]
+
+
 def overlap(one: Interval, other: Interval) -> range:
     """Return the elements that two intervals share; it is false if there are none."""
     return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -404,9 +404,7 @@ class Optimizer:
         """Update the parameters of all pieces in place, from `scale` times their gradients; collective
         with a tensor-wise rule.
 
-        step     number of this update, as `Update.step`
-        delayed  as `Update.delayed`
-        updated  called after each piece
+        updated  called after each piece; the others are fields of `Update`
         """
         update = Update(self.settings, self.ops, self.arena, scale, lr, step, delayed)
         arguments = self.step.arguments(update)
@@ -423,11 +421,11 @@ class Decay(NamedTuple):
     """The decay of a schedule.
 
     factor  (progress of the decay from 0 to 1, final) -> factor of the peak rate
-    first   (warmup, steps) -> first step of the decay, if optimizer.decay_steps is 0
+    part    if optimizer.decay_steps is 0, the decay takes the last 1 / part of all steps
     """
 
     factor: Callable[[float, float], float]
-    first: Callable[[int, int], int]
+    part: int = 1
 
 
 def _linear(progress: float, final: float) -> float:
@@ -438,23 +436,15 @@ def _cosine(progress: float, final: float) -> float:
     return final + (1 - final) / 2 * (1 + math.cos(math.pi * progress))
 
 
-def _after_warmup(warmup: int, steps: int) -> int:
-    return warmup
-
-
-def _last_fifth(warmup: int, steps: int) -> int:
-    """Return the start of the decay that Hägele et al. 2024 (arXiv:2405.18392) find sufficient."""
-    return steps - steps // 5
-
-
 DECAYS: dict[str, Decay | None] = {
     "constant": None,
-    "linear": Decay(_linear, _after_warmup),
-    "cosine": Decay(_cosine, _after_warmup),
-    "wsd": Decay(_linear, _last_fifth),
+    "linear": Decay(_linear),
+    "cosine": Decay(_cosine),
+    "wsd": Decay(_linear, 5),
 }
-"""{optimizer.schedule: its decay}; None: no decay. wsd is warm-up, stable, decay (Hu et al. 2024,
-MiniCPM, arXiv:2404.06395).
+"""{optimizer.schedule: its decay, after the warm-up}; None: no decay. wsd is warm-up, stable, decay
+(Hu et al. 2024, MiniCPM, arXiv:2404.06395), with the part that Hägele et al. 2024 (arXiv:2405.18392)
+find sufficient.
 """
 
 
@@ -468,8 +458,6 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
     decay = DECAYS[settings.schedule]
     if not decay:
         return settings.lr
-    length = settings.decay_steps
-    first = steps - length if length else decay.first(settings.warmup, steps)
-    first = max(first, settings.warmup)
+    first = max(settings.warmup, steps - (settings.decay_steps or steps // decay.part))
     progress = min(1.0, max(0, step - first) / max(1, steps - first))
     return settings.lr * decay.factor(progress, settings.final)

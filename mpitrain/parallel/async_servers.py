@@ -199,7 +199,7 @@ class AsyncWorker(Worker):
     ticket  None: the worker has no ticket at present
     """
 
-    ticket: int | None = None
+    ticket: int | None
 
     @classmethod
     def of_rank(cls, is_server: bool, settings: config.Replication) -> type[Replica]:
@@ -209,6 +209,7 @@ class AsyncWorker(Worker):
 
     def build(self, optimizer: config.Optimizer) -> None:
         super().build(optimizer)
+        self._hold(None)
         self._push_all = self.roles.views(self.gradient_buffer)
         self._report[:2] = DRAW, NO_TICKET
         self._versions = dict.fromkeys(self.roles.servers, 0)
@@ -218,16 +219,11 @@ class AsyncWorker(Worker):
     def counted(self) -> Sequence[Piece]:
         return whole(self.storage)
 
-    def share(self, rows: int) -> range:
-        if self.ticket is None:
-            return super().share(rows)
-        return share(rows, self.ticket % len(self.roles.workers), len(self.roles.workers))
-
-    def begin(
-        self, step: int, lr: float = 0.0, ignored: Sequence[int] = (), predictions: int = 1
-    ) -> None:
-        self.rows_of_update = len(self.share(self.size))
-        super().begin(step, lr, ignored, predictions)
+    def _hold(self, ticket: int | None) -> None:
+        """Hold this ticket from now on, and compute its rows."""
+        worker = self.grid.coords.dp if ticket is None else ticket % len(self.roles.workers)
+        self.ticket, self.own_rows = ticket, share(self.size, worker, len(self.roles.workers))
+        self.rows_of_update = len(self.own_rows)
 
     def push(self, unit: int = 0) -> None:
         """Do nothing: `finish` sends all gradients, with the ticket."""
@@ -236,7 +232,7 @@ class AsyncWorker(Worker):
         self._is_current = False
         while step not in self._known:
             if self.ticket is None:
-                self.ticket = self._draw()  # this also receives results, perhaps of this step
+                self._hold(self._draw())  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
             yield self.ticket // len(self.roles.workers)
@@ -274,7 +270,7 @@ class AsyncWorker(Worker):
             int(staleness),
         )
         self._report = _filled(DRAW, *report)
-        self.ticket = None
+        self._hold(None)
         return own
 
     def _draw(self) -> int | None:

@@ -90,7 +90,7 @@ class Averaging(Replica):
         return settings.period
 
     def build(self, optimizer: config.Optimizer) -> None:
-        self.rows_of_update = len(self.share(self.size))
+        self.rows_of_update = len(self.own_rows)
         self.weight = self.weight_in_average = self.rows_of_update / self.size
         super().build(optimizer)
         self.skips = SkippedByWorker(self.grid.copies)

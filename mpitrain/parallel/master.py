@@ -13,7 +13,7 @@ from mpitrain.layers.flat import Bucket
 from mpitrain.machine.backend import copy_rows
 from mpitrain.optim.optimizer import StateBuffer
 from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, whole
-from mpitrain.regions import Piece, share
+from mpitrain.regions import Piece, shares
 
 ROOT = 0
 
@@ -75,10 +75,9 @@ class Master(Replica):
                     [(array.dtype.name, array.shape[1:]) for array in full]
                 )[ROOT]
             if self._is_root:
-                bounds = [share(size, rank, transport.size) for rank in range(transport.size)]
                 own_arrays, *others = [
                     [np.ascontiguousarray(array[own.start : own.stop]) for array in full]
-                    for own in bounds
+                    for own in shares(size, transport.size)
                 ]
                 sends = [
                     transport.start_send(array, peer, self._rows_tag)
@@ -155,10 +154,9 @@ class Master(Replica):
 
         root_logits  number of rows of rank 0's logits
         """
-        ranks, micro_batches = self._transport.size, self.micro_batches
         rows = [
-            len(share(len(share(self.size, rank, ranks)), self._opened, micro_batches))
-            for rank in range(ranks)
+            len(shares(len(own), self.micro_batches)[self._opened])
+            for own in shares(self.size, self._transport.size)
         ]
         stops = np.cumsum(rows) * (root_logits // rows[ROOT])
         return [

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,7 @@ class StepResult(NamedTuple):
 
     With local SGD and gossip, loss and grad_norm are the worker's own until the end of a period.
 
-    loss        mean over the targets of the global batch that count
+    loss        mean in nats over the targets of the global batch that count
     grad_norm   2-norm of the global gradient, before clipping
     nonfinite   gradient elements that are infinite or NaN
     lr          learning rate of the step
@@ -304,6 +303,7 @@ class Replica:
     step, lr     of the step that has begun, as are
     ignored      targets of this rank's rows that do not count, by micro-batch
     predictions  number of targets in one row
+    own_rows     the rows of the global batch that this rank computes in a step; a server has none
     rows_of_update   the rows, over all ranks, of one update
     targets      number of all targets of the update, over all ranks
     weights      weight of a target in the mean loss, by micro-batch
@@ -397,12 +397,12 @@ class Replica:
         self.settings, self.run, self.wire = settings, run, parse_wire(settings.wire)
         self.chunks, self.first = chunks, first
         self.size = self.rows_of_update = batch.size
+        self.own_rows = share(batch.size, grid.coords.dp, grid.axes.dp)
         self.micro_batches = batch.micro_batches
         self.next_pause = next_pause
         self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers
         self._loss, self._source = loss, source
         self.exposed, self.recorder = ExposedTime(), grid.transport.recorder
-        self._exchanged_s = 0.0  # `prepare` copies grid.exchanged.seconds to here
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
         most = run.spike if run.on_spike != "ignore" else 0.0
@@ -539,10 +539,6 @@ class Replica:
 
     # The rows of a step.
 
-    def share(self, rows: int) -> range:
-        """Return this rank's rows of a batch of `rows` over all replicas; empty on a server."""
-        return share(rows, self.grid.coords.dp, self.grid.axes.dp)
-
     def batch(
         self, source: Source, step: int, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -551,7 +547,7 @@ class Replica:
         The first dim is the row; `before` is as in `Source.batch`. It raises ConfigError if a
         plugin's source returns anything else.
         """
-        rows = self.share(self.size)
+        rows = self.own_rows
         return read_rows(
             self._source, source, len(rows), lambda: self.read(source, step, rows, before)
         )
@@ -609,7 +605,7 @@ class Replica:
 
     def prepare(self) -> None:
         """Mark all gradients as empty, and make the parameters current."""
-        self._exchanged_s = self.grid.exchanged.seconds
+        self.grid.exchanged.take()  # that of other steps, or of an evaluation
         if self._is_spoiled:
             self.gradient_buffer.fill(0)
             self._is_spoiled = False
@@ -650,32 +646,26 @@ class Replica:
         """Block until all gradients are summed; all units must have been reported as ready."""
         self.buckets.wait()
 
-    def sum(
-        self, micros: slice = slice(None), weights: Sequence[float] = ()
-    ) -> tuple[float, float, int]:
-        """Wait for the summed gradients; return the loss that this rank reports, and the sum of
-        squares and the non-finite elements of the gradients in `squared`.
+    def sum(self) -> tuple[list[float], float, int]:
+        """Wait for the summed gradients; return `losses`, and the sum of squares and the non-finite
+        elements of the gradients in `squared`.
 
         These numbers are copied from the device in one read, the only blocking read of a step. The
         host adds those of other ranks and decides about the update, so a skipped update launches no
         kernel. Exposed time includes the exchange of activations.
-
-        micros   the micro-batches whose losses are added
-        weights  factor of each; by default those of the step
         """
         wait = self.recorder.wait(self._gradients_name)
         with self.exposed:
             self.wait()
         self.recorder.go_on(wait)
-        self.exposed.seconds += self.grid.exchanged.seconds - self._exchanged_s
+        self.exposed.seconds += self.grid.exchanged.take()
         span = self.recorder.compute(self._norm_name)
-        for gradient, facts in zip(self.squared, self._facts, strict=True):
-            facts[:] = self.device.ops.gradient_facts(gradient, self.arena)
+        for gradient, pair in zip(self.squared, self._facts, strict=True):
+            pair[:] = self.device.ops.gradient_facts(gradient, self.arena)
         read = self.device.backend.to_host(self._numbers).tolist()
         self.recorder.end(span)
-        losses, read = read[: self.micro_batches][micros], read[self.micro_batches :]
-        loss = sum(map(mul, weights or self.weights, losses)) if self.grid.reports_loss else 0.0
-        return loss, sum(read[::2]), int(sum(read[1::2]))
+        losses, facts = read[: self.micro_batches], read[self.micro_batches :]
+        return losses, sum(facts[::2]), int(sum(facts[1::2]))
 
     def agree(self, *numbers: float) -> Sequence[float]:
         """Return the sums of some numbers over all ranks that make the same update; collective.
@@ -696,8 +686,6 @@ class Replica:
 
     def finish(self, totals: Sequence[float]) -> StepResult:
         """Update the parameters if loss and norm are finite, and the loss is no spike.
-
-        The result is equal on all ranks, with the exceptions that `StepResult` states.
 
         totals  as from `agree`
         """

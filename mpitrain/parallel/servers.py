@@ -241,7 +241,7 @@ class Server(Replica):
     """
 
     def build(self, optimizer: config.Optimizer) -> None:
-        servers = self.grid.servers
+        servers, self.own_rows = self.grid.servers, range(0)
         assert servers is not None
         self.roles, self._among = Roles(self.grid, self.storage.spans), servers
         self._line, self._heard = self.roles.line, header()
@@ -289,9 +289,6 @@ class Server(Replica):
 
     def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
         return ()
-
-    def share(self, rows: int) -> range:
-        return range(0)
 
     def wait(self) -> None:
         """Receive the gradients and sum them in the order of the workers.

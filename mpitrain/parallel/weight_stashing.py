@@ -227,11 +227,13 @@ class PipeDream(Replica):
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.grid, micro % self.micro_batches, 0.0, 0.0
         step, _, ignored, predictions = self._begun[micro // self.micro_batches]
-        weight, loss = 1 / (self.size * predictions), 0.0
+        losses, loss = list[float](), 0.0
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, slice(at, at + 1), [weight])
+            losses, squares, nonfinite = self._make(micro)
         elif grid.reports_loss:
-            loss = weight * float(self.device.backend.to_host(self.losses)[at])
+            losses = self.device.backend.to_host(self.losses).tolist()
+        if grid.reports_loss:
+            loss = 1 / (self.size * predictions) * float(losses[at])
         message = self._messages[micro % self._stages]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
         if grid.coords.tp == grid.coords.dp == 0:
@@ -242,13 +244,14 @@ class PipeDream(Replica):
         if self._turns % self.micro_batches == 0:
             self._ended[step] = time.perf_counter()
 
-    def _make(self, micro: int, own: slice, weights: Sequence[float]) -> tuple[float, float, float]:
+    def _make(self, micro: int) -> tuple[list[float], float, float]:
         """Make the next version of the parameters.
 
-        returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
+        returns  this rank's loss of each micro-batch, and the squares and non-finite elements of the
+                 stage's gradient
         """
         step, lr, ignored, predictions = self._begun[micro // self.micro_batches]
-        loss, *of_stage = super().sum(own, weights)
+        losses, *of_stage = super().sum()
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         # These are sums over the stage's tensor-parallel group.
@@ -263,7 +266,7 @@ class PipeDream(Replica):
             earlier = step * self._updates_per_step + micro % self.micro_batches // self.every
             self.apply(scale, lr, earlier + 1)
         self.recorder.end(span)
-        return loss, squares, nonfinite
+        return losses, squares, nonfinite
 
     def _ignored_by_all(self, micro: int, ignored: Sequence[int]) -> float:
         """Return the ignored targets of an update; collective over the replicas.
@@ -291,10 +294,8 @@ class PipeDream(Replica):
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
-    def sum(
-        self, micros: slice = slice(None), weights: Sequence[float] = ()
-    ) -> tuple[float, float, int]:
-        return 0.0, 0.0, 0  # `turned` has summed
+    def sum(self) -> tuple[list[float], float, int]:
+        return [], 0.0, 0  # `turned` has summed
 
     def agree(self, *numbers: float) -> Sequence[float]:
         self._wish |= bool(numbers[3])  # the message of the next micro-batch says so

@@ -208,7 +208,7 @@ def late(kind: type[Replica], run: Run, transport: Transport) -> type[Replica]:
     class Late(kind):  # type: ignore[valid-type, misc]
         def begin(self, step: int, *rest: Any) -> None:
             super().begin(step, *rest)
-            if rows := self.share(self.size):
+            if rows := self.own_rows:
                 span = recorder.compute(name)
                 place = rows.start, self.grid.coords.tp, self.grid.coords.pp
                 time.sleep(delay_s(all_delays, transport.rank, run.seed, step, *place))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from operator import mul
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -27,7 +28,7 @@ from mpitrain.parallel.tensor.layer_factory import filled_shape, layers_for, los
 from mpitrain.pipeline.async_pipeline import AsyncPipeline
 from mpitrain.pipeline.pipeline import MicroBatch, Pipeline
 from mpitrain.pipeline.schedules import STREAMS
-from mpitrain.regions import share
+from mpitrain.regions import shares
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, Units, agree_on
@@ -67,15 +68,12 @@ class Rows:
     placed: Callable[[np.ndarray], Any]
     has_classes = True
 
-    def read(
-        self, inputs: np.ndarray, targets: np.ndarray, where: str, most: int | None = None
-    ) -> tuple[Any, ...]:
+    def read(self, inputs: np.ndarray, targets: np.ndarray, where: str) -> tuple[Any, ...]:
         """Return checked rows: inputs without padding, targets, `starts`, `types`.
 
         Tokens and classes become int32 or int64, and numbers get the dtype of parameters.
 
         where   the origin of the rows, for messages
-        most    the most rows that there may be
         starts  (B, T) int32, the index in the row where each token's document begins; None unless
                 rows are texts or data.attend is document
         types   (B, T) int32, the token types; None unless rows are texts
@@ -87,14 +85,7 @@ class Rows:
         else:
             inputs, starts, types = self.texts(inputs)
         inputs = self.tokens(inputs, where)
-        targets = self.targets(targets, inputs.shape, where)
-        if most is not None and len(inputs) > most:
-            self.refuse(
-                f"A rank computes at most its share of batch.size rows, {most}, but {{}} has {len(inputs)}.",
-                where,
-                "Pass the rows trainer.share() of the global batch.",
-            )
-        return inputs, targets, starts, types
+        return inputs, self.targets(targets, inputs.shape, where), starts, types
 
     def texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
         """Return inputs without padding, and `starts` and `types` as of `read`."""
@@ -400,6 +391,8 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name = recorder.name("the loss")
+        # (rows of this rank) -> those of each micro-batch
+        self._parts_of = cache(partial(shares, parts=config.batch.micro_batches))
         self._passes: Pipeline | StepGraph = self.pipe
         if config.device.graph != "no":
             from mpitrain.run.step_graph import with_graph
@@ -476,7 +469,7 @@ class Trainer:
 
         It is empty on a parameter server.
         """
-        return self.replica.share(self.config.batch.size)
+        return self.replica.own_rows
 
     def step(
         self,
@@ -505,9 +498,7 @@ class Trainer:
         Returns
         -------
         StepResult
-            `loss` is the mean in nats over the targets of the global batch that count, `grad_norm` the 2-norm of the
-            gradient before clipping, `stop` whether any rank wants to stop. These are equal on
-            all ranks in synchronous training; `comm_s` and `ended` are this rank's own.
+            `loss`, `grad_norm` and `stop` are equal on all ranks in synchronous training.
 
         Raises
         ------
@@ -515,18 +506,18 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        replica, config, rows = self.replica, self.config, self.rows
-        own, count = replica.share(config.batch.size), config.batch.micro_batches
+        replica, config, rows, own = self.replica, self.config, self.rows, self.replica.own_rows
 
         # This rank's tokens of the rows, checked and without padding, in micro-batches. A parameter
         # server has no rows.
-        inputs, whole, starts, types = rows.read(inputs, targets, f"step {index + 1}", len(own))
+        inputs, whole, starts, types = rows.read(inputs, targets, f"step {index + 1}")
+        if len(inputs) > len(own):
+            self._refuse_rows(index, len(inputs))
         targets, places = whole, None
         if starts is not None or self.layers.tokens.ranks > 1:
             inputs, targets, places = rows.own_part(inputs, whole, starts, types)
         micros, ignored = list[MicroBatch](), list[int]()
-        for number in range(count):
-            part = share(len(inputs), number, count)
+        for number, part in enumerate(self._parts_of(len(inputs))):
             x, y = inputs[part.start : part.stop], targets[part.start : part.stop]
             own_places = places and places.of(part)
             now = Now(index, own.start + part.start, len(part), True, own_places)
@@ -556,11 +547,13 @@ class Trainer:
         # Forward and backward of all micro-batches; replicas sum gradients meanwhile.
         if len(inputs):
             self._passes.train(micros, loss)
-        # The sums of this rank: loss, square of the gradient's norm, elements that are not finite.
-        loss_sum, squares, nonfinite = replica.sum()
+        # This rank's losses, and its share of the gradient: squares, elements that are not finite.
+        losses, squares, nonfinite = replica.sum()
         # The control message: the sums of all ranks, and whether one of them wants to stop.
         stop = bool(stop_requested and stop_requested())
-        not_counted = sum(ignored) if self.grid.reports_loss else 0
+        loss_sum, not_counted = 0.0, 0
+        if self.grid.reports_loss:
+            loss_sum, not_counted = sum(map(mul, replica.weights, losses)), sum(ignored)
         totals = replica.agree(loss_sum, squares, nonfinite, stop, not_counted)
         # The update, if loss and norm are finite.
         result = replica.finish(totals)
@@ -571,6 +564,13 @@ class Trainer:
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
+
+    def _refuse_rows(self, index: int, count: int) -> NoReturn:
+        self.rows.refuse(
+            f"A rank computes at most its share of batch.size rows, {len(self.share())}, but {{}} has {count}.",
+            f"step {index + 1}",
+            "Pass the rows trainer.share() of the global batch.",
+        )
 
     def _weighted(
         self, micros: Sequence[MicroBatch], targets: np.ndarray, predictions: int

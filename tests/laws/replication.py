@@ -243,7 +243,7 @@ class RowsLaws:
     """Of the rows of all ranks."""
 
     def law_every_row_of_a_batch_belongs_to_one_replica(self, trainer, source):
-        rows = gathered(trainer, [*trainer.replica.share(12)])
+        rows = gathered(trainer, [*trainer.share()])
         of_stage = rows[:: trainer.grid.axes.tp] if trainer.grid.axes.pp == 1 else rows[:1]
         assert trainer.grid.axes.pp > 1 or sorted(row for mine in of_stage for row in mine) == [
             *range(12)
@@ -252,7 +252,7 @@ class RowsLaws:
     def law_batches_are_those_rows_of_the_global_batch(self, trainer, source):
         size = trainer.config.batch.size
         inputs, targets = trainer.replica.batch(source, 3, None)
-        mine = trainer.replica.share(size)
+        mine = trainer.share()
         wanted = source.batch(trainer.config.run.seed, 3, size, mine)
         assert np.array_equal(inputs, wanted[0]) and np.array_equal(targets, wanted[1])
 
@@ -260,7 +260,7 @@ class RowsLaws:
         if trainer.grid.is_server or trainer.config.replication.mode == "master":
             return  # no logits on a server; those of all ranks on a master
         rows, results, batch = trainer.replica, [], trainer.config.batch
-        count = -(-len(rows.share(batch.size)) // batch.micro_batches)  # of the first micro-batch
+        count = -(-len(rows.own_rows) // batch.micro_batches)  # of the first micro-batch
         trainer.replica.begin(0)
         for scale in (1.0, 0.25):
             logits = np.linspace(0, 1, 3 * count, dtype=np.float32).reshape(count, 3)

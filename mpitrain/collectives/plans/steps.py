@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from mpitrain.regions import share
+from mpitrain.regions import shares
 
 
 class Transfer(NamedTuple):
@@ -62,8 +62,7 @@ def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
 
     Some runs are empty if there are fewer than n elements.
     """
-    runs = [share(stop - start, piece, n) for piece in range(n)]
-    return [(start + run.start, start + run.stop) for run in runs]
+    return [(start + run.start, start + run.stop) for run in shares(stop - start, n)]
 
 
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.pipeline import MicroBatch, Pipeline
 from mpitrain.pipeline.schedules import SERIAL, Plan, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
-from mpitrain.regions import share
+from mpitrain.regions import share, shares
 from mpitrain.run.count.operations import Count, Unlaunched, counted
 from mpitrain.run.count.weightless import (
     NoAddress,
@@ -268,11 +268,11 @@ class Counter:
         replica: Any = CountedReplica(storage, body, loss_for(body.layers), first)
         endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
-        every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
-        shares = _unlike(every) if _is_serial(plan) else every
-        plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
+        every = shares(len(rows), plan.micro_batches)
+        parts = _unlike(every) if _is_serial(plan) else every
+        plan = plan if len(parts) == len(every) else plan_of(SERIAL, 1, len(parts))
         pipe = Pipeline(plan, self.chunks, endpoint, replica, body.arena, computed, body.placed)
-        inputs, targets = zeros(job.source, max(map(len, shares)), config.precision.stored)
+        inputs, targets = zeros(job.source, max(map(len, parts)), config.precision.stored)
 
         def loss(batch: MicroBatch, logits: Any) -> Any:
             right = body.taken(batch.targets, targets.dtype).reshape(-1)
@@ -287,13 +287,13 @@ class Counter:
         inputs, targets = (share_of_tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         micros = list[MicroBatch]()
-        for part in shares:
+        for part in parts:
             own_places = places and places.of(part)
             now = Now(0, rows.start + part.start, len(part), True, own_places)
             micros.append(MicroBatch(len(micros), now, inputs[: len(part)], targets[: len(part)]))
         pipe.train(micros, loss)
         # FLOPs are proportional to rows.
-        counted, flops = sum(map(len, shares)), body.count.flops - before.flops
+        counted, flops = sum(map(len, parts)), body.count.flops - before.flops
         recomputed = body.count.recomputed - before.recomputed
         return StepCounts(
             pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
@@ -307,14 +307,14 @@ def _is_serial(plan: Plan) -> bool:
     )
 
 
-def _unlike(shares: Sequence[range]) -> list[range]:
+def _unlike(parts: Sequence[range]) -> list[range]:
     """Return the micro-batches that suffice to find the peak, if each ends before the next begins.
 
     The first micro-batch writes gradients, the others add to them. Of the others, one of each size
     suffices.
     """
-    rest = {len(part): part for part in shares[1:]}
-    return [*shares[:1], *rest.values()]
+    rest = {len(part): part for part in parts[1:]}
+    return [*parts[:1], *rest.values()]
 
 
 def _kind_of(device: Device) -> type[Weightless]:

@@ -134,7 +134,8 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 def _end(trainer: Trainer) -> None:
     """End a step as `Trainer.step` does: sums of gradients, control message, update."""
     replica = trainer.replica
-    replica.finish(replica.agree(*replica.sum(), False, 0))
+    losses, squares, nonfinite = replica.sum()
+    replica.finish(replica.agree(sum(losses), squares, nonfinite, False, 0))
 
 
 def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:

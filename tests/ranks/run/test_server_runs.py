@@ -59,7 +59,7 @@ def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     real, bad = Trainer.step, {2}
 
     def poisoned(trainer, index, inputs, targets, stop=False):
-        if index in bad and trainer.replica.share(6).stop == 6:
+        if index in bad and trainer.share().stop == 6:
             trainer.replica.open(0, 0)["tokens"][:] = np.nan  # until the next pull
         return real(trainer, index, inputs, targets, stop)
 

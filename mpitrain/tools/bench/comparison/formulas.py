@@ -21,7 +21,7 @@ from mpitrain.optim import RULES
 from mpitrain.optim.tensors import TensorWise
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline.schedules import STREAMS, Send, fused_at_the_input, training_program
-from mpitrain.regions import share
+from mpitrain.regions import shares
 from mpitrain.run.job import Job
 from mpitrain.tools.plan.mode_traffic import (
     LETTERS,
@@ -202,7 +202,7 @@ def _compressed(job: Job) -> float:
 
 def _micro_batch_rows(job: Job) -> list[int]:
     rows, m = len(job.trainer.share()), job.trainer.config.batch.micro_batches
-    return [len(share(rows, micro, m)) for micro in range(m)]
+    return [len(each) for each in shares(rows, m)]
 
 
 def _between_stages(job: Job) -> int:
