@@ -1,6 +1,7 @@
 """What `mpitrain compare` measures of modes, on threads."""
 
 import gc
+import inspect
 import tracemalloc
 
 import numpy as np
@@ -258,9 +259,17 @@ def allocated(ranks, *settings):
         transport.barrier()
         if transport.rank == 0:
             of_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-            filters = of_numpy, tracemalloc.Filter(False, backend.__file__)
-            traces = tracemalloc.take_snapshot().filter_traces(filters).traces
-            found.append(sum(trace.size for trace in traces if trace.size >= 1024))
+            traces = tracemalloc.take_snapshot().filter_traces([of_numpy]).traces
+            lines, first = inspect.getsourcelines(backend.HostMemory)
+            of_arenas = range(first, first + len(lines))
+            found.append(
+                sum(
+                    size
+                    for size, (*_, frame) in ((trace.size, trace.traceback) for trace in traces)
+                    if size >= 1024
+                    and not (frame.filename == backend.__file__ and frame.lineno in of_arenas)
+                )
+            )
         transport.barrier()
         told = sum(job.trainer.replica.held_by_kind().values())
         job.close()
