@@ -843,7 +843,11 @@ class Config(Section):
             section, key = name.split(".")
             before = sections.get(section, getattr(self, section))
             sections[section] = before.model_copy(update={key: value})
-        copy = self.model_copy(update=sections)
+        return self.model_copy(update=sections)
+
+    def model_copy(self, **changes: Any) -> Self:
+        """Return a copy, as pydantic's; a job checks its names and rules between keys again."""
+        copy = super().model_copy(**changes)
         copy._is_checked = False
         return copy
 

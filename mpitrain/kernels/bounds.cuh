@@ -1,4 +1,4 @@
-// Which keys a query sees, and where rows lie: Seen in ops/seen.py. Macros, so that a launch without these things pays for none:
+// Which keys a query sees, and where rows lie: Seen in ops/reference/attention.py. Macros, so that a launch without these things pays for none:
 // DOCUMENTS is not 0 where rows have several documents, else `starts` is not read. 1: no query sees a key of an earlier document;
 // with GENERAL too, a query may see no key: its y is 0 and its log sum -infinity. 2: nor of a later one, and queries and keys are
 // of the same tokens; a causal mask hides these keys without it.

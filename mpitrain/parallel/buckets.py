@@ -186,22 +186,23 @@ class Buckets:
         tied     sums over tied groups, which run before the buckets with `partial` are reduced
         """
         self.buckets, self._overlap, self._tied = buckets, overlap, tied
-        self._bind = bind or (lambda bucket, view: group.bind(view))
         self._writers = [
             {*own, SUMMED} if bucket.partial else own
             for bucket, own in zip(buckets, writers, strict=True)
         ]
         self._views = [flat[bucket.start : bucket.stop] for bucket in buckets]
-        self._mover = mover(group.transport, self.bound(group))
+        # The function may be a method of the replica that has these buckets, so no attribute keeps it.
+        self._active = self.bound(group, bind or (lambda bucket, view: group.bind(view)))
+        self._mover = mover(group.transport, self._active)
         self.begin(0)
 
-    def bound(self, group: Group) -> Sequence[Reduction]:
-        """Bind and return all reductions; collective."""
-        self._active = list[Reduction]()
+    def bound(self, group: Group, bind: Callable[[Bucket, Any], Reduction]) -> Sequence[Reduction]:
+        """Bind and return all reductions; collective.    bind: of a bucket and its view"""
+        reductions = list[Reduction]()
         for number, (bucket, view) in enumerate(zip(self.buckets, self._views, strict=True)):
             with group.transport.recorder.called(f"bucket {number}"):
-                self._active.append(self._bind(bucket, view))
-        return self._active
+                reductions.append(bind(bucket, view))
+        return reductions
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -237,19 +238,17 @@ class Buckets:
 class LossyBuckets(Buckets):
     """Buckets in a wire format, except in the first steps; buckets of tensors that other ranks hold are exact."""
 
-    def __init__(
-        self, wire: Wire, layout: FlatLayout, dense_steps: int, group: Group, *of_buckets: Any
-    ):
+    def __init__(self, *of_buckets: Any, wire: Wire, layout: FlatLayout, dense_steps: int = 0):
         """Bind all reductions over the group; collective.
 
+        of_buckets   the arguments of `Buckets`
         layout       of the tensors in the flat buffer
         dense_steps  first steps without the wire format
-        of_buckets   as those of `Buckets`
         """
         self._wire, self._layout, self._dense_steps = wire, layout, dense_steps
-        super().__init__(group, *of_buckets)
+        super().__init__(*of_buckets)
 
-    def bound(self, group: Group) -> Sequence[Reduction]:
+    def bound(self, group: Group, bind: Callable[[Bucket, Any], Reduction]) -> Sequence[Reduction]:
         # The reductions of the first `dense_steps` steps, and of all others; equal for an exact bucket.
         self._dense: list[Reduction] = []
         self._lossy: list[Reduction] = []
@@ -257,7 +256,7 @@ class LossyBuckets(Buckets):
             own = list[Reduction]()
             with group.transport.recorder.called(f"bucket {number}"):
                 if self._dense_steps or bucket.holders:
-                    own.append(self._bind(bucket, view))
+                    own.append(bind(bucket, view))
                 if not bucket.holders:
                     matrices = matrices_in(self._layout, bucket)
                     own.append(group.bind_lossy(view, self._wire, matrices))

@@ -485,7 +485,7 @@ class Replica:
         kind: Callable[..., Buckets] = Buckets
         if self.wire.name != "none":
             dense_steps = self.settings.exact_steps(self.run.steps)
-            kind = partial(LossyBuckets, self.wire, storage, dense_steps)
+            kind = partial(LossyBuckets, wire=self.wire, layout=storage, dense_steps=dense_steps)
         self.buckets = kind(
             copies, self.gradient_buffer, self.cuts, writers, self.settings.overlap, self.bind, tied
         )

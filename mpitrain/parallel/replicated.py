@@ -124,7 +124,7 @@ class GradientSums:
         wire = parse_wire(settings.wire)
         kind: Callable[..., Buckets] = Buckets
         if wire.name != "none":
-            kind = partial(LossyBuckets, wire, layout, 0)
+            kind = partial(LossyBuckets, wire=wire, layout=layout)
         writers = [{*bucket.units} for bucket in cuts]
         self._buckets = kind(group, self._flat, cuts, writers, settings.overlap)
         self.leaves = [entry.view(self._flat) for entry in layout.entries]

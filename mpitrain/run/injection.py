@@ -1,7 +1,8 @@
 """Artificial failures and delays of a run, for run.inject and run.delay; imported only if a key is set.
 
-The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
-`failing` around the class of the replica, and a lost message the transport's `start_send`.
+The run calls `Injector.passes` at each of its points. A failure within a pass of the layers and a
+delay need a subclass of the replica (`failing`, `late`), which the trainer gets from `disturbed`. A
+lost message needs the transport's `start_send`.
 """
 
 import ctypes

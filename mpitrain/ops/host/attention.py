@@ -279,6 +279,7 @@ def _body(kind, kv, seen):
 
 
 def attention_part(passes_of, kind, q, kv, heads, arena, seen=CAUSAL, earlier=None):
+    # In tiles for each kind: whole exponentials of parts could not be joined.
     y, state = attention_tiled.attended(q, kv, heads, None, arena, seen, passes_of)
     if earlier is None:
         return y, state

@@ -2,7 +2,7 @@
 // forward and backward.
 // REAL is the type of all numbers: float or double. Arrays come as Python objects, whose header has
 // HEADER bytes; the fields of a NumPy array are behind that. The functions have the names and the
-// arguments of NumPy's passes (`NUMPY` in __init__.py).
+// arguments of NumPy's passes (`NUMPY` in passes.py).
 //
 // A row stays in the L1 cache between the loops over it. No function keeps state or allocates.
 // M rows, C channels. Sums over a row have the order of the compiler's vectors: bits depend on the

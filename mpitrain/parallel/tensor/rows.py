@@ -166,10 +166,11 @@ class SequenceSharded(ReplicatedRows):
     def summed(
         self, product: Callable[..., tuple[Any, Any]], shape: Sequence[int], *rest: Any, **more: Any
     ) -> tuple[Any, Any]:
-        if len(shape) > 2 and self._as_sequences(math.prod(shape[:-1])) != shape[:-1]:
+        rows = math.prod(shape[:-1])
+        if rows and len(shape) > 2 and self._as_sequences(rows) != shape[:-1]:
             raise ConfigError(
-                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
-                f"but these {shape[0]} have {shape[1]}.",
+                "With layout.sequence_parallel several sequences have model.context tokens each, "
+                f"{self.context} of them on this rank, but these {shape[0]} have {shape[1]}.",
                 "Pass one at a time, or longer ones.",
             )
         return super().summed(product, shape, *rest, **more)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -113,7 +114,8 @@ class UnitCounter(Silent):
         """Yield for each unit whether what its forward saves has its input, and its output."""
         arena, replica = self._body.arena, self._replica
         for number, unit in enumerate(self._units):
-            stage = Stage([unit], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
+            alone = replace(unit, segment=unit.segment and [unit.name])
+            stage = Stage([alone], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
             stage.left = 1
             y = stage.forward(0, self._rows, x)
             live, x = arena.live, None
