@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,6 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine import process
 from mpitrain.models.table import MODELS, adapted, form_for, other_form
 from mpitrain.optim import RULES
-from mpitrain.optim.coded import BlockWise
-from mpitrain.parallel.buckets import kept_apart, slots_of
 from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replica import Sizes
@@ -482,53 +479,6 @@ def sizes(job: Job, storage: Storage, shards: int) -> Sizes:
         frozen=storage.frozen.length / stages,
         slot=slot,
     )
-
-
-def stage_sizes(
-    job: Job,
-    storage: Storage,
-    chunks: Sequence[range],
-    shards: int,
-    bucket: Callable[[Storage], float],
-) -> Sizes:
-    """Return the arguments of a mode's memory formula for the ranks of one pipeline stage, exactly.
-
-    `largest` and `slot` have the elements of all full-size buffers of ZeRO 2 and 3.
-
-    storage  of the units of the stage
-    chunks   as in `Replica`
-    shards   ranks of ZeRO's sharding group
-    bucket   (storage) -> bytes of a bucket of ZeRO 2
-    """
-    replication, largest, slot = job.config.replication, 0, 0
-    if replication.zero > 1:
-        firsts = [own.start for own in chunks]
-        buckets = storage.buckets(*((bucket(storage), firsts) if replication.zero == 2 else (0,)))
-        largest = sum(slots_of(buckets, kept_apart(storage, buckets), chunks)[1])
-        buckets += storage.frozen_buckets()
-        alone = kept_apart(storage, buckets, replication.zero_keep)
-        slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
-    return sizes(job, storage, shards)._replace(
-        length=storage.length, largest=largest, frozen=storage.frozen.length, slot=slot
-    )
-
-
-def copied_bytes(config: Config, sizes: Sizes) -> float:
-    """Return the bytes of one copy of run.copies_every on a rank, as the mean over the ranks.
-
-    That is the state that a mode keeps (`Replica.kept`), decoded, and what a neighbour alone has of its own.
-    """
-    rule, zero = RULES[config.optimizer.name], sizes.settings.zero
-    if isinstance(rule.step, BlockWise):
-        sizes = sizes._replace(state=len(rule.state) * sizes.master)
-    mode, axes = mode_of(config.replication, config.pipeline.schedule), sizes.axes
-    own, state = mode.kept(sizes), mode.kept(sizes) - mode.kept(sizes._replace(state=0))
-    if axes.servers > 1:  # A single one has all parameters, as workers have.
-        return own + state + sizes.master * sizes.length / axes.ranks
-    if zero and sizes.shards == axes.copies:
-        return own + (own if zero == 3 or sizes.mirror else state)
-    # Where not every rank has the whole state, one alone has it.
-    return own + state * (not isclose(state, sizes.state * sizes.length))
 
 
 def trained_configuration(folder: Path, settings: list[str]) -> Config:

@@ -57,12 +57,12 @@ from mpitrain.pipeline.schedules import (
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, add_legend, save, subplots
 from mpitrain.regions import share
-from mpitrain.run.build import alone, stage_sizes
+from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import Job, resolve_here
 from mpitrain.run.rules import check_each, of_model
-from mpitrain.tools.plan.memory import check_imbalance, most_imbalance
+from mpitrain.tools.plan.memory import check_imbalance, most_imbalance, stage_sizes
 from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly

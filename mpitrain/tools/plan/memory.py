@@ -1,7 +1,7 @@
 """`plan memory`: activations and FLOPs of a job, unit by unit, counted in one process before it is launched."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -9,14 +9,16 @@ from mpitrain.config import Config, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import DeviceBackend
-from mpitrain.parallel.buckets import bucket_bytes
+from mpitrain.optim import RULES
+from mpitrain.optim.coded import BlockWise
+from mpitrain.parallel.buckets import bucket_bytes, kept_apart, slots_of
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.parallel.replica import Sizes
-from mpitrain.run.build import alone, copied_bytes, stage_sizes
+from mpitrain.run.build import alone, sizes
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
-from mpitrain.run.job import StepCounts, slow_heads
+from mpitrain.run.job import Job, StepCounts, slow_heads
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -152,3 +154,50 @@ def table(counted: Counted) -> Iterator[str]:
     yield f"{'parameters, gradients, state':28}{'':22}{counted.state / 1e6:10.2f}"
     for name, nbytes in counted.copies.items():
         yield f"{name + ', on the host':50}{nbytes / 1e6:10.2f}"
+
+
+def stage_sizes(
+    job: Job,
+    storage: Storage,
+    chunks: Sequence[range],
+    shards: int,
+    bucket: Callable[[Storage], float],
+) -> Sizes:
+    """Return the arguments of a mode's memory formula for the ranks of one pipeline stage, exactly.
+
+    `largest` and `slot` have the elements of all full-size buffers of ZeRO 2 and 3.
+
+    storage  of the units of the stage
+    chunks   as in `Replica`
+    shards   ranks of ZeRO's sharding group
+    bucket   (storage) -> bytes of a bucket of ZeRO 2
+    """
+    replication, largest, slot = job.config.replication, 0, 0
+    if replication.zero > 1:
+        firsts = [own.start for own in chunks]
+        buckets = storage.buckets(*((bucket(storage), firsts) if replication.zero == 2 else (0,)))
+        largest = sum(slots_of(buckets, kept_apart(storage, buckets), chunks)[1])
+        buckets += storage.frozen_buckets()
+        alone = kept_apart(storage, buckets, replication.zero_keep)
+        slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
+    return sizes(job, storage, shards)._replace(
+        length=storage.length, largest=largest, frozen=storage.frozen.length, slot=slot
+    )
+
+
+def copied_bytes(config: Config, sizes: Sizes) -> float:
+    """Return the bytes of one copy of run.copies_every on a rank, as the mean over the ranks.
+
+    That is the state that a mode keeps (`Replica.kept`), decoded, and what a neighbour alone has of its own.
+    """
+    rule, zero = RULES[config.optimizer.name], sizes.settings.zero
+    if isinstance(rule.step, BlockWise):
+        sizes = sizes._replace(state=len(rule.state) * sizes.master)
+    mode, axes = mode_of(config.replication, config.pipeline.schedule), sizes.axes
+    own, state = mode.kept(sizes), mode.kept(sizes) - mode.kept(sizes._replace(state=0))
+    if axes.servers > 1:  # A single one has all parameters, as workers have.
+        return own + state + sizes.master * sizes.length / axes.ranks
+    if zero and sizes.shards == axes.copies:
+        return own + (own if zero == 3 or sizes.mirror else state)
+    # Where not every rank has the whole state, one alone has it.
+    return own + state * (not math.isclose(state, sizes.state * sizes.length))

@@ -25,6 +25,7 @@ from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
 from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
 from mpitrain.run.job import Job, agree_on, axes
+from mpitrain.tools.plan import memory
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -140,7 +141,7 @@ def check_held(ranks, sections, rounding=1e-12):
             config.replication, config.pipeline.schedule
         ):
             copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
-            unlike.append(copies.nbytes / KEPT - build.copied_bytes(config, sizes))
+            unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
         held = sum(trainer.replica.held_by_kind().values())
         return held - trainer.grid.scratch_bytes - whole, whole, in_turns, unlike
 
