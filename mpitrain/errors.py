@@ -119,7 +119,7 @@ class MpitrainError(Exception):
         self.way_out = way_out
 
     def on_every_rank(self) -> Self:
-        """Set `agreed`; return self."""
+        """Set `agreed`, so that rank 0 prints this error for all ranks, which must all raise it; return self."""
         self.agreed = True
         return self
 

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("rules", nargs="*")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     given = parser.parse_args()
-    print("| rule | loss | learning rate | bytes per parameter | processor ms a step |")
+    print("| rule | loss | learning rate | bytes per parameter | processor time per step, ms |")
     print("| --- | --- | --- | --- | --- |")
     for name in given.rules or RULES:
         found, is_between = best(name, given.settings)

@@ -284,7 +284,7 @@ def cuda_ops(
     launcher = Launcher(kernels, multiply or gemm, backend or HostBackend(), tensor_cores)
 
     def bound(name: str, row: Operation) -> Callable[..., Any]:
-        body = row.cuda or _of_file("cuda", name, row)
+        body = cuda_body(name)
         if body is None:
             return partial(_refuse, name)
         run: Any = partial(body, launcher)
@@ -295,17 +295,28 @@ def cuda_ops(
     return _each(bound)
 
 
+def cuda_body(name: str) -> Callable[..., Any] | None:
+    """Return an operation on kernels, which takes a `Launcher` first; None: it has none."""
+    row = OPERATIONS[name]
+    return row.cuda or _of_file("cuda", name, row)
+
+
 def _of_file(backend: str, name: str, row: Operation) -> Callable[..., Any] | None:
     """Return the body of an operation in the file of its backend, or None."""
     module = import_module(f"mpitrain.ops.{backend}.{row.file}") if row.file else None
     return getattr(module, name, None)
 
 
-def _refuse(name: str, *arguments: Any, **named: Any) -> None:
-    raise ConfigError(
+def no_kernel(name: str) -> tuple[str, str]:
+    """Return law and way out where kernels must compute an operation that has no body for cuda."""
+    return (
         f"Devices compute with kernels, but the operation `{name}` has none.",
         "Use --device cpu, or give its row in OPERATIONS a body for cuda.",
     )
+
+
+def _refuse(name: str, *arguments: Any, **named: Any) -> None:
+    raise ConfigError(*no_kernel(name))
 
 
 def _each(body: Callable[[str, Operation], Callable[..., Any]]) -> Ops:

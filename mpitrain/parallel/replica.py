@@ -304,7 +304,8 @@ class Replica:
     ignored      targets of this rank's rows that do not count, by micro-batch
     predictions  number of targets in one row
     own_rows     the rows of the global batch that this rank computes in a step; a server has none
-    rows_of_update   the rows, over all ranks, of one update
+    rows_of_update   the rows, over all ranks, of one update; a worker that updates alone has its own.
+                 Asynchronous pipelines have several updates in a step, with `PipeDream.of_update` rows
     targets      number of all targets of the update, over all ranks
     weights      weight of a target in the mean loss, by micro-batch
     exposed      the time that this rank has been blocked on communication in the current step
@@ -505,7 +506,7 @@ class Replica:
         return self.storage.buckets(nbytes, firsts)
 
     def bind(self, bucket: Bucket, gradients: Any) -> Reduction:
-        """Bind the sum of a bucket that has no wire format."""
+        """Return the sum over the replicas, bound to a bucket's gradients; wire formats bind their own."""
         return self.grid.summing(bucket.holders).bind(gradients)
 
     def pieces(self) -> Sequence[Piece]:
@@ -668,9 +669,9 @@ class Replica:
         return losses, sum(facts[::2]), int(sum(facts[1::2]))
 
     def agree(self, *numbers: float) -> Sequence[float]:
-        """Return the sums of some numbers over all ranks that make the same update; collective.
+        """Return the sums of five numbers over all ranks that make the same update; collective.
 
-        numbers  loss, squares, non-finite elements, stop requests, ignored targets
+        numbers  loss, squares, non-finite elements, stop requests, ignored targets: always these five
         """
         self._control[:] = numbers
         with self.exposed:

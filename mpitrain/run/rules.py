@@ -20,6 +20,7 @@ from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, form_for, is_tied, kinds
 from mpitrain.ops import OPERATIONS
+from mpitrain.ops.device import cuda_body, no_kernel
 from mpitrain.optim import RULES
 from mpitrain.optim.coded import BlockWise
 from mpitrain.optim.optimizer import DECAYS, EVERY, ElementWise
@@ -134,6 +135,9 @@ def of_device(config: Config) -> Iterator[Rule]:
         "which MPI has no type for.",
         "Set layout.algorithm to auto, or precision.compute to float32.",
     )
+    step = RULES[config.optimizer.name].step
+    if is_on_kernels and isinstance(step, ElementWise | BlockWise) and step.op in OPERATIONS:
+        yield (cuda_body(step.op) is None, *no_kernel(step.op))
 
 
 def of_data(config: Config) -> Iterator[Rule]:
@@ -215,6 +219,13 @@ def of_modes(config: Config) -> Iterator[Rule]:
         "In float16 all ranks change the loss scale together after each step, but in mode "
         f"{settings.mode}{update} they have no step in common.",
         "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
+    )
+    unused = ("updated",) if is_stream else ("updated", "of_update")
+    gone = [name for name in unused if callable(getattr(mode, name, None))]
+    yield (
+        gone,
+        f"A mode defines what `Replica` calls, but {mode.__name__} defines {' and '.join(gone)}, which nothing calls.",
+        "Let its `apply` pass `updated` to the optimizer, and set `rows_of_update`.",
     )
     yield from (
         of_needs(config, mode.needs, "pipeline.schedule", "1f1b", "Schedule")

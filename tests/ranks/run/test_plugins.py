@@ -243,6 +243,17 @@ def test_a_mode_that_is_no_replica_is_refused():
         MODES["nothing"] = lambda: None
 
 
+def calls_nothing(self, *arguments):
+    """A method that Replica had, and does not call any more."""
+
+
+@pytest.mark.parametrize("name", ["updated", "of_update"])
+def test_a_mode_with_a_method_that_nothing_calls_is_refused(name):
+    MODES["older"] = type("Older", (Counting,), {name: calls_nothing})
+    with pytest.raises(ConfigError, match=f"Older defines {name}, which nothing calls"):
+        configured(*TINY, "replication.mode=older")
+
+
 class Spoilt:
     """A toy source whose rows come out changed."""
 

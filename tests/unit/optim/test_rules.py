@@ -150,6 +150,16 @@ def test_a_rule_of_an_operation_that_is_not_there_is_refused(monkeypatch):
         optimizer_of("optimizer.name=toy")
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cuda-sim"])
+def test_a_rule_without_kernels_is_refused_when_it_is_read(kind, monkeypatch):
+    monkeypatch.setitem(OPERATIONS, "slow", OPERATIONS["sgd"]._replace(file=""))
+    rule = RULES["sgd"]._replace(step=ElementWise("slow", lambda update: {}))
+    monkeypatch.setitem(RULES, "toy", rule)
+    assert parse_names({"optimizer.name": "toy", "device.kind": "cpu"})
+    with pytest.raises(ConfigError, match="the operation `slow` has none"):
+        parse_names({"optimizer.name": "toy", "device.kind": kind})
+
+
 def test_a_rule_refuses_the_keys_that_it_cannot_run_with():
     assert optimizer_of("optimizer.name=whole").name == "whole"
     with pytest.raises(ConfigError, match=r"whole needs layout\.tp 1, but it is 2\."):
