@@ -18,6 +18,7 @@ from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
 from mpitrain.run.choices import keys as described_keys
+from mpitrain.run.rules import UNCALLED
 from mpitrain.tools.bench.comparison.modes import settings_by_mode
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws
@@ -247,7 +248,7 @@ def calls_nothing(self, *arguments):
     """A method that Replica had, and does not call any more."""
 
 
-@pytest.mark.parametrize("name", ["updated", "of_update"])
+@pytest.mark.parametrize("name", UNCALLED)
 def test_a_mode_with_a_method_that_nothing_calls_is_refused(name):
     MODES["older"] = type("Older", (Counting,), {name: calls_nothing})
     with pytest.raises(ConfigError, match=f"Older defines {name}, which nothing calls"):
