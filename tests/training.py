@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Replication, with_settings
+from mpitrain.config import with_settings
 from mpitrain.optim import RULES
-from mpitrain.parallel.modes import MODES, is_synchronous
+from mpitrain.parallel.modes import MODES
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.replicas import replicas_equal
@@ -18,10 +18,8 @@ EXACT = [name for name in RULES if name not in ("lion", "adamw8bit", "adafactor"
 """Rules whose parameters are compared whole; test_optimizers.py compares the others, each in its way."""
 SERVERLESS = [name for name in MODES if name not in ("all-reduce", "server")]
 """The modes of replication beside the default, in which every rank trains."""
-APART = [
-    name for name in MODES if not is_synchronous(Replication.model_validate({"mode": name}), "1f1b")
-]
-"""Modes of replication whose workers have curves of their own."""
+OWN_CURVES = dict.fromkeys(("local", "gossip"), "tests/ranks/parallel/test_averaging.py")
+"""{mode of replication whose curve is not that of one rank: the file that proves its curve}"""
 TINY = [
     "model.layers=2",
     "model.width=16",

@@ -23,6 +23,7 @@ from sleeping import started
 from mpitrain.config import parse, with_settings
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.optim.optimizer import Optimizer
+from mpitrain.optim.tensors import TensorOptimizer
 from mpitrain.run import build
 from mpitrain.run import job as jobs
 from mpitrain.tools.plan.layout import PARTS, ParallelLayout, Planner
@@ -279,7 +280,8 @@ if __name__ == "__main__":
     what, *words = sys.argv[1:]
     if what == "judge":
         sys.exit(not judge(*words))
-    Optimizer.update = timed_update(Optimizer.update)  # type: ignore[method-assign]
+    for each in (Optimizer, TensorOptimizer):
+        each.update = timed_update(each.update)  # type: ignore[method-assign]
     if words[0] == "1":  # A job of one rank would start itself for ever.
         sys.exit(not all(run_ranks(1, measure, *words)))
     sys.exit(

@@ -53,9 +53,16 @@ class ParameterLaws:
         replica, flat, pieces = trainer.replica, coded(trainer), []
 
         def write(scale, lr, step, delayed, updated=lambda piece: None):
-            for piece, parameters in replica.owned.items():
+            """As `Optimizer.update`, whose calls are bound to these arrays."""
+            assert [*replica.optimizer.bound] == [*replica.owned]
+            for piece, calls in replica.optimizer.bound.items():
                 pieces.append(piece)
-                for view in (parameters, replica.mirrors.get(piece)):
+                views = [replica.owned[piece], replica.mirrors.get(piece)]
+                for _, (parameters, *_), _, named in calls:
+                    for view, bound in zip(views, (parameters, named.get("mirror")), strict=True):
+                        assert (view is None) == (bound is None)
+                        assert view is None or np.shares_memory(view, bound), piece
+                for view in views:
                     if view is not None:
                         view[...] = flat[piece.start : piece.stop]
                 updated(piece)

@@ -22,9 +22,9 @@ from mpitrain.tools.bench.comparison.modes import (
 )
 from mpitrain.tools.plan.memory import count
 from mpitrain.transport.threads import run_ranks
-from tests.training import APART, SERVERLESS, TINY
+from tests.training import OWN_CURVES, SERVERLESS, TINY
 
-OWN = (*APART, "server-async", "server-bounded")
+OWN = (*OWN_CURVES, "server-async", "server-bounded")
 """Modes that have a curve of their own."""
 
 
@@ -39,7 +39,7 @@ def measured(words, hosts, *settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("abc", 2), ("abab", 1), ("aaaaa", 1)])
-def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
+def test_modes_train_alike_and_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
     words = [
         word
         for word in settings_by_mode()
@@ -47,9 +47,12 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
     ]
     rows = measured(words, hosts, "run.steps=2", f"batch.micro_batches={parts}")
     for each in rows:
-        assert max(each.sent_bytes) == each.formula_bytes, each.side
+        assert each.formula_bytes is not None, f"{each.side} has no formula for its bytes"
+        assert max(each.sent_bytes) == each.formula_bytes, f"{each.side}: bytes, and its formula"
         losses, first = ([*row.losses, row.val_loss] for row in (each, rows[0]))
-        assert losses == pytest.approx(first, rel=0, abs=1e-9)
+        assert losses == pytest.approx(first, rel=0, abs=1e-9), (
+            f"{each.side} has other losses than {rows[0].side}; modes with curves of their own are in OWN"
+        )
 
 
 LAYOUTS = {

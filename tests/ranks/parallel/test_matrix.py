@@ -6,21 +6,24 @@ float64. MATRIX has what else meets in a layout, in float64: a row is a job with
 mode, layout and all-reduce. One rank trains each model once.
 
 Workers that train apart have curves of their own (test_averaging.py, test_async_servers.py, test_async_pipeline.py). In CELLS
-nothing is late, and they have that of one rank, too.
+nothing is late, and they have that of one rank, too. A mode of replication whose curve is never that of one rank, such as the
+majority of signs, has no row in either: OWN_CURVES (tests/training.py) names the file that proves its curve.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import count, cycle, product
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
 
 from mpitrain.collectives.selection.table import choices
+from mpitrain.config import Replication
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.modes import MODES, STREAMS, ZERO, mode_of
+from mpitrain.parallel.modes import MODES, STREAMS, ZERO, is_synchronous, mode_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.cases.own_layers import units
@@ -29,7 +32,7 @@ from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
 from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
 from tests.ranks.parallel.test_tensor import ONE, source_of
 from tests.ranks.pipeline.test_pipelines import ROWS, SMALL, STEPS, UNITS, layout
-from tests.training import APART, EXACT, MLP, TINY, assert_alike, configured, same, trained
+from tests.training import EXACT, MLP, OWN_CURVES, TINY, assert_alike, configured, same, trained
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +119,8 @@ ROOTS = {
         for workers, servers, *more in (
             (3, 2, "optimizer.name=sgd", TWO),
             (2, 1, "optimizer.name=momentum", "optimizer.clip=0"),
+            (2, 2, "optimizer.name=momentum", TIED, TWO),
+            (3, 1, "optimizer.clip=0", TIED, TWO),
             (1, 2, "optimizer.clip=0.3"),
             (2, 6, "optimizer.clip=0.3", TIED, TWO),
         )
@@ -313,6 +318,10 @@ MATRIX = {
         BASE, 3, OWN_LAYERS, lambda config: Tokens(), partial(units, drops=True, **MODEL)
     ),
 }
+APART = {
+    name for name in MODES if not is_synchronous(Replication.model_validate({"mode": name}), "1f1b")
+}
+"""Modes of replication whose workers train apart, but have the curve of one rank while nothing is late."""
 COMPUTED = ("model.", "lora.", "data.", "optimizer.", "batch.size")
 """Keys whose values change what one rank computes."""
 
@@ -383,7 +392,10 @@ def test_every_mode_with_the_curve_of_one_rank_is_in_the_matrix():
         for job in MATRIX.values()
         for _, settings in job.cells.values()
     }
-    assert modes == {*MODES} - {*APART}
+    assert modes == {*MODES} - {*OWN_CURVES}
+    assert {*OWN_CURVES} >= APART
+    for name, file in OWN_CURVES.items():
+        assert name in (Path(__file__).parents[3] / file).read_text(), name
 
 
 def test_every_schedule_is_in_the_matrix():
@@ -418,44 +430,59 @@ class Mode(NamedTuple):
     """A mode of training, in which nothing is late.
 
     layouts   those that it serves, with as many replicas that nothing is late
+    refused   {any other layout: the key that the law of its refusal names, and the value}
     servers   ranks beside those of the layout
     is_apart  whether its workers update by themselves: they have no loss scale in common, which float16 needs
     """
 
     settings: Sequence[str]
     layouts: Sequence[str] = (*LAYOUTS,)
+    refused: Mapping[str, str] = {}
     servers: int = 0
     is_apart: bool = False
 
 
 ALONE = ("one rank",)
 REPLICATED = (*ALONE, "2 replicas", "3 replicas")
+UNRINGED = dict.fromkeys(("cp", "ring"), "layout.cp 1")
+UNSHARED = {
+    **UNRINGED,
+    **dict.fromkeys(("tp", "own rows", "dp x tp x pp"), "layout.tp 1"),
+    **dict.fromkeys(("1f1b", "gpipe", "zero-bubble"), "layout.pp 1"),
+}
+"""What modes refuse whose ranks share no sequence, and those whose ranks share no layers either."""
 EACH_STEP = ["replication.period=1", "checkpoint.every=1"]
 EVERY = {
     "all-reduce": Mode([]),
     "zero 1": Mode([zero(1)]),
     **{
         f"zero {n}": Mode(
-            [zero(n)], [each for each in LAYOUTS if each not in ("1f1b", "zero-bubble")]
+            [zero(n)],
+            [each for each in LAYOUTS if each not in ("1f1b", "zero-bubble")],
+            dict.fromkeys(("1f1b", "zero-bubble"), f"replication.zero {n}"),
         )
         for n in (2, 3)
     },
-    "master": Mode([MASTER], REPLICATED),
-    "servers": Mode([SERVER, "replication.servers=2"], REPLICATED, 2),
-    "async servers": Mode([SERVER, "replication.update=async"], ALONE, 1, True),
-    "bounded servers": Mode([SERVER, "replication.update=bounded"], ALONE, 1, True),
-    "local": Mode(["replication.mode=local", *EACH_STEP], REPLICATED, 0, True),
+    "master": Mode([MASTER], REPLICATED, UNSHARED),
+    "servers": Mode([SERVER, "replication.servers=2"], REPLICATED, UNSHARED, 2),
+    "async servers": Mode([SERVER, "replication.update=async"], ALONE, UNSHARED, 1, True),
+    "bounded servers": Mode([SERVER, "replication.update=bounded"], ALONE, UNSHARED, 1, True),
+    "local": Mode(["replication.mode=local", *EACH_STEP], REPLICATED, UNSHARED, 0, True),
     # Of two workers, each has the mean of both.
-    "gossip": Mode(["replication.mode=gossip", *EACH_STEP], (*ALONE, "2 replicas"), 0, True),
+    "gossip": Mode(
+        ["replication.mode=gossip", *EACH_STEP], (*ALONE, "2 replicas"), UNSHARED, 0, True
+    ),
     # The pipe runs empty after every step; of `async`, each micro-batch is an update.
     "async": Mode(
         ["pipeline.schedule=async", *EACH_STEP, "batch.micro_batches=1"],
         (*REPLICATED, "tp", "own rows"),
+        {**UNRINGED, "1f1b": "micro-batches"},
         is_apart=True,
     ),
     "async-2bw": Mode(
         ["pipeline.schedule=async-2bw", *EACH_STEP],
         (*REPLICATED, "tp", "own rows", "1f1b", "dp x tp x pp"),
+        UNRINGED,
         is_apart=True,
     ),
 }
@@ -509,21 +536,38 @@ def test_every_mode_in_every_layout_rounds_as_its_precision_says(mode, layout, p
     assert precision == "float64" or max(apart.values()) >= unit
 
 
-def test_what_is_not_in_the_matrix_is_refused():
-    """More workers of an asynchronous server, and three that gossip, have curves of their own."""
-    for mode, row in EVERY.items():
-        served = {*row.layouts, *(REPLICATED if row.is_apart else ())}
-        unserved = [(name, "float64") for name in LAYOUTS if name not in served]
-        for name, precision in [*unserved, *[("one rank", "float16")] * row.is_apart]:
-            if mode in STREAMS and "pipeline.schedule" in str(LAYOUTS[name]):
-                continue  # a pipeline has one schedule
-            ranks, *job = of_cell(mode, name, precision)
-            with pytest.raises(ConfigError):
-                run_ranks(ranks, train, *job)
+REFUSED = [
+    *(
+        (mode, name, "float64", law)
+        for mode, row in EVERY.items()
+        for name, law in row.refused.items()
+    ),
+    *((mode, "one rank", "float16", "float16") for mode, row in EVERY.items() if row.is_apart),
+]
+
+
+def test_what_is_not_in_the_matrix_is_refused_by_a_law_that_names_its_key():
+    for mode, name, precision, law in REFUSED:
+        ranks, *job = of_cell(mode, name, precision)
+        with pytest.raises(ConfigError) as refused:
+            run_ranks(ranks, train, *job)
+        assert law in refused.value.law, (mode, name, precision)
+
+
+@pytest.mark.parametrize("mode", EVERY)
+def test_a_mode_serves_or_refuses_every_layout(mode):
+    """More workers of an asynchronous server, and three that gossip, have curves of their own; a pipeline has one schedule."""
+    row = EVERY[mode]
+    elsewhere = {*REPLICATED} if row.is_apart else set()
+    if mode in STREAMS:
+        elsewhere |= {name for name in LAYOUTS if "pipeline.schedule" in str(LAYOUTS[name])}
+    assert {*row.layouts, *row.refused} | elsewhere == {*LAYOUTS}
+    assert not {*row.layouts} & {*row.refused}
 
 
 def test_every_mode_and_precision_is_in_the_matrix():
     rows = [configured(*JOB, *row.settings) for row in EVERY.values()]
     met = {mode_of(config.replication, config.pipeline.schedule) for config in rows}
-    assert {*MODES.values(), *ZERO.values(), *STREAMS.values()} == met
+    every = {*MODES.values(), *ZERO.values(), *STREAMS.values()}
+    assert met <= every and every - met <= {MODES[name] for name in {*OWN_CURVES} - APART}
     assert {*ROUNDOFF} == {*get_args(type(rows[0].precision).model_fields["compute"].annotation)}

@@ -56,9 +56,10 @@ def test_no_lease_of_a_group_ends_in_the_garbage_collector(layout, tmp_path, mon
     monkeypatch.setattr(Lease, "__del__", noted)
     gc.collect()
     gc.freeze()  # what is older has no lease of this run, and takes most of the time of a collection
-    gc.disable()
     try:
+        gc.disable()
         go(ranks, [*TINY, *settings.split(), f"run.out={tmp_path / 'run'}", *RUN])
     finally:
         gc.enable()
+        gc.unfreeze()
     assert not ended

@@ -34,7 +34,7 @@ begun.wait()
 """
 
 
-def test_a_program_that_exits_while_a_callback_and_a_call_run_does_not_abort():
-    program = f"{BEGUN}{CALLBACK}begun.clear()\n{COPIES}"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+@pytest.mark.parametrize("program", [CALLBACK, COPIES], ids=["a callback", "a call"])
+def test_a_program_that_exits_while_a_thread_runs_does_not_abort(program):
+    ended = subprocess.run([sys.executable, "-c", BEGUN + program], capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr

@@ -11,11 +11,11 @@ from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.backend import Arena, HostBackend
 from mpitrain.ops import OPERATIONS, Operation
-from mpitrain.ops.device import _refuse, cuda_ops, device_for, host_ops, reference_ops, rounded
+from mpitrain.ops.device import cuda_ops, device_for, host_ops, reference_ops, rounded
 from mpitrain.ops.table import dims, operands
 from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases import launches
-from tests.laws.operations import PRIME, OperationLaws, computed, drawn
+from tests.laws.operations import PRIME, OperationLaws, computed, drawn, is_refused
 from tests.laws.transport import laws_of
 from tests.rows import replaced
 
@@ -38,7 +38,7 @@ def differences(ops):
     return [
         name
         for name in OPERATIONS
-        if getattr(getattr(ops, name, None), "func", None) is not _refuse
+        if not is_refused(ops, name)
         and parameters(getattr(ops, name, lambda: None)) != parameters(getattr(definitions, name))
     ]
 

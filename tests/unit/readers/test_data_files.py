@@ -10,7 +10,6 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,17 +192,14 @@ DAMAGED_IMAGES = {
 }
 
 
-ODD_INPUTS = {
+ODD_DOCUMENTS = {
     "latin1.txt": "größer".encode("latin1"),
-    "empty.txt": b"",
     "list.jsonl": b"[1]\n",
     "number.jsonl": b'{"text": 1}\n',
     "keys.jsonl": b'{"body": "a"}\n',
     "cut.jsonl": b'{"text": "a"}\n{"text": "b\n',
     "bytes.jsonl": b'{"text": "\xff"}\n',
     "surrogate.jsonl": b'{"text": "\\ud800"}\n',
-    "text.parquet": b"no parquet at all",
-    "empty.parquet": b"",
 }
 NO_TOKENIZERS = {
     "nothing": b"",
@@ -229,7 +225,7 @@ class Family(NamedTuple):
     """A family of formats.
 
     read     (folder) reads the files
-    law      what a refusal must have, as a pattern
+    law      what a refusal must have, as a pattern; {folder} and {file} are paths, {file} that of the only damaged file
     damages  {damage: {file: its bytes; None: it is missing}}
     sound    the files beside those that are damaged
     needs    a package without which nothing of the family is read
@@ -289,15 +285,18 @@ FAMILIES = {
     "an array of conversations": Family(
         opened("jsonl:{}/data"), "/data", file("data", {text: text.encode() for text in NO_ARRAYS})
     ),
-    "images": Family(opened("idx:{}"), "{}", DAMAGED_IMAGES, SOUND),
+    "images": Family(opened("idx:{}"), "{folder}", DAMAGED_IMAGES, SOUND),
     "documents to prepare": Family(
+        prepared, "{file}", {name: {name: data} for name, data in ODD_DOCUMENTS.items()}
+    ),
+    "documents without a text": Family(
+        prepared, "inputs must have text", file("a.txt", {"empty": b""})
+    ),
+    "tables of documents": Family(
         prepared,
-        "{}|inputs must have text",
-        {
-            name: {name: data}
-            for name, data in ODD_INPUTS.items()
-            if not name.endswith("parquet") or find_spec("pyarrow")
-        },
+        "{file}",
+        file("a.parquet", {"text": b"no parquet at all", "empty": b""}),
+        needs="pyarrow",
     ),
     "tokenizers": Family(
         lambda folder: open_tokenizer((folder / "tok").read_bytes(), f"{folder}/tok"),
@@ -308,12 +307,13 @@ FAMILIES = {
 }
 
 
-def refusal_of(family, folder):
-    """What is wrong with the refusal of these files; nothing if it is as its law says."""
+def refusal_of(family, folder, damaged):
+    """What is wrong with the refusal of a folder with this damaged file; nothing if it is as its law says."""
     try:
         found = family.read(folder)
     except DataError as error:
-        is_named = re.search(family.law.format(re.escape(str(folder))), error.law)
+        paths = {"folder": re.escape(str(folder)), "file": re.escape(f"{folder}/{damaged}")}
+        is_named = re.search(family.law.format(**paths), error.law)
         return "" if is_named and "\n" not in error.law else f"refused by {error.law!r:.300}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
@@ -331,7 +331,7 @@ def test_every_damage_of_data_is_refused_by_one_line_as_its_law_says(name, tmp_p
         for each, data in {**family.sound, **changes}.items():
             if data is not None:
                 (folder / each).write_bytes(data)
-        if said := refusal_of(family, folder):
+        if said := refusal_of(family, folder, next(iter(changes))):
             wrong[damage] = said
     assert family.damages and not wrong
 
