@@ -721,7 +721,8 @@ class Replica:
         return StepResult(*facts, counted=counted), factor
 
     def apply(self, scale: float, lr: float, step: int) -> None:
-        """Update this rank's pieces from `scale` times their gradients.
+        """Update this rank's pieces from `scale` times their gradients, which `build` has bound to the
+        optimizer.
 
         step  number of this update, from 1; skipped updates do not count
         """

@@ -377,9 +377,9 @@ class Trainer:
             self.placed,
         )
         output_shape = partial(self.pipe.input_shape, len(cut.chunks))
-        takes = LOSSES[config.model.loss].takes if loss is None else None
-        kind_of_rows = {"classes": Rows, None: RowsForLoss}.get(takes, RowsOfNumbers)
-        self.rows = kind_of_rows(
+        takes_classes = LOSSES[config.model.loss].takes == "classes"
+        kind_of_rows = Rows if takes_classes else RowsOfNumbers
+        self.rows = (RowsForLoss if loss else kind_of_rows)(
             self.transport,
             layers,
             cache(partial(whole_shape, layers, output_shape)),
@@ -510,12 +510,12 @@ class Trainer:
 
         # This rank's tokens of the rows, checked and without padding, in micro-batches. A parameter
         # server has no rows.
-        inputs, whole, starts, types = rows.read(inputs, targets, f"step {index + 1}")
+        inputs, whole_targets, starts, types = rows.read(inputs, targets, f"step {index + 1}")
         if len(inputs) > len(own):
             self._refuse_rows(index, len(inputs))
-        targets, places = whole, None
+        targets, places = whole_targets, None
         if starts is not None or self.layers.tokens.ranks > 1:
-            inputs, targets, places = rows.own_part(inputs, whole, starts, types)
+            inputs, targets, places = rows.own_part(inputs, whole_targets, starts, types)
         micros, ignored = list[MicroBatch](), list[int]()
         for number, part in enumerate(self._parts_of(len(inputs))):
             x, y = inputs[part.start : part.stop], targets[part.start : part.stop]
@@ -530,7 +530,7 @@ class Trainer:
         lr = learning_rate(config.optimizer, index, config.run.steps)
         replica.begin(index, lr, ignored, predictions)
         if config.model.experts:  # They add to the loss.
-            micros = self._weighted(micros, whole, predictions)
+            micros = self._weighted(micros, whole_targets, predictions)
 
         def loss(micro: MicroBatch, logits: Any) -> Any:
             """Note the loss of a micro-batch, and return the gradient of its logits."""
