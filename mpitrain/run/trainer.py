@@ -379,7 +379,7 @@ class Trainer:
         output_shape = partial(self.pipe.input_shape, len(cut.chunks))
         takes_classes = LOSSES[config.model.loss].takes == "classes"
         kind_of_rows = Rows if takes_classes else RowsOfNumbers
-        self.rows = (RowsForLoss if loss else kind_of_rows)(
+        self.rows = (kind_of_rows if loss is None else RowsForLoss)(
             self.transport,
             layers,
             cache(partial(whole_shape, layers, output_shape)),
