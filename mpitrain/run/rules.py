@@ -36,15 +36,6 @@ Rule = tuple[object, str, str]
 """(whether the rule is broken, the law with the values, the way out)"""
 
 
-UNCALLED = {
-    "updated": "Let its `apply` pass `updated` to the optimizer.",
-    "of_update": "Set `rows_of_update`.",
-    "share": "Set `own_rows`.",
-    "facts": "Override `sum`.",
-}
-"""{method that a mode could override in earlier versions: the way out}: without its call the mode would train otherwise."""
-
-
 def check(config: Config, path: Path | None = None) -> None:
     """Raise ConfigError for the first rule that a configuration breaks; path: the file of it."""
     for rules in (between_keys, of_data, of_modes, of_model):
@@ -229,12 +220,6 @@ def of_modes(config: Config) -> Iterator[Rule]:
         f"{settings.mode}{update} they have no step in common.",
         "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
     )
-    for name, way_out in UNCALLED.items():
-        yield (
-            callable(getattr(mode, name, None)) and not (is_stream and name == "of_update"),
-            f"A mode defines what `Replica` calls, but {mode.__name__} defines {name}, which nothing calls.",
-            way_out,
-        )
     yield from (
         of_needs(config, mode.needs, "pipeline.schedule", "1f1b", "Schedule")
         if is_stream

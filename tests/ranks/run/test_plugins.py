@@ -18,7 +18,6 @@ from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
 from mpitrain.run.choices import keys as described_keys
-from mpitrain.run.rules import UNCALLED
 from mpitrain.tools.bench.comparison.modes import settings_by_mode
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import CollectiveLaws
@@ -242,17 +241,6 @@ def test_a_wrong_row_is_one_error_before_the_first_step(settings, tmp_path):
 def test_a_mode_that_is_no_replica_is_refused():
     with pytest.raises(ConfigError, match="a subclass of Replica, but that of 'nothing' is"):
         MODES["nothing"] = lambda: None
-
-
-def calls_nothing(self, *arguments):
-    """A method that Replica had, and does not call any more."""
-
-
-@pytest.mark.parametrize("name", UNCALLED)
-def test_a_mode_with_a_method_that_nothing_calls_is_refused(name):
-    MODES["older"] = type("Older", (Counting,), {name: calls_nothing})
-    with pytest.raises(ConfigError, match=f"Older defines {name}, which nothing calls"):
-        configured(*TINY, "replication.mode=older")
 
 
 class Spoilt:
