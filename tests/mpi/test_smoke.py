@@ -70,7 +70,7 @@ ROWS = [
     Row("bench program --json nowhere/rows.json", "nowhere/rows.json", code=2),
     Row("bench gemm --shapes 8 --products NT", "8 x 8 x 8"),
     Row("bench kernels", "cross_entropy_loss"),
-    Row("bench transactions --json nowhere/rows.json", "nowhere/rows.json", code=2),
+    Row("bench transactions --dtype int7", "Invalid value for", code=2),
     Row("compare --blocks 1 --steps 2", "sends (n-1) S, the root", [*JOB, "ring", "star"]),
     Row("plan schedule --schedule gpipe --stages 2 --micro-batches 2", "bubble"),
     Row("plan checkpoints --days 30 --ranks 64 --pause 2 --step 0.5", "Daly"),
