@@ -67,7 +67,7 @@ ROWS = [
     Row("bench units --most-rows 2 --out units.json", "written to units.json", JOB),
     Row("bench pairs --long 1k --iterations 3", "wrong elements 0"),
     Row("bench bandwidth --max-bytes 64 --iterations 2", "wrong elements 0"),
-    Row("bench program --json nowhere/rows.json", "nowhere/rows.json", code=2),
+    Row("bench program --json nowhere/rows.json", "nowhere/rows.json", code=2, needs="torch"),
     Row("bench gemm --shapes 8 --products NT", "8 x 8 x 8"),
     Row("bench kernels", "cross_entropy_loss"),
     Row("bench transactions --dtype int7", "Invalid value for", code=2),
