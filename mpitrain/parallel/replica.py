@@ -679,7 +679,7 @@ class Replica:
         return self._control.tolist()
 
     def total(self, *numbers: float) -> list[float]:
-        """Return the sums of up to five numbers over all ranks, as `agree` at any time; collective."""
+        """Return the sums of up to five numbers over all ranks, outside of a step; collective."""
         self._control[:] = 0
         self._control[: len(numbers)] = numbers
         self._sum_of_control.run()

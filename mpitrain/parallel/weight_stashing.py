@@ -75,7 +75,7 @@ class PipeDream(Replica):
 
     def build(self, optimizer: config.Optimizer) -> None:
         super().build(optimizer)
-        # What the optimizer runs through if it updates a version.
+        # The calls of the optimizer that update each version, bound once.
         self._bound = [
             self.optimizer.bind(
                 {

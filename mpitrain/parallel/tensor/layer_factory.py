@@ -1,4 +1,4 @@
-"""The layer factory of the ranks of a model: that of their groups, its loss, and what it checks of a model."""
+"""Makes the layer factory of a rank from its groups, and the loss; checks that a model fits the layout."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast

@@ -8,7 +8,7 @@ from mpitrain.config import Config, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.regions import share
 from mpitrain.run.choices import keys, parse
-from mpitrain.run.job import axes
+from mpitrain.run.job import axes, resolve_here
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"
@@ -433,3 +433,11 @@ def test_page_and_help_have_the_true_defaults():
     ) in text, text
     batch = f"`batch.size` ({c.batch.size}) sequences of `model.context` ({c.model.context}) tokens over all ranks"
     assert batch in page and f"`run.steps` is {c.run.steps}" in page
+
+
+def test_a_copy_of_a_checked_configuration_is_checked_again():
+    config = parse({"layout.tp": 2})
+    assert resolve_here(config, ["a", "a"]).axes.tp == 2
+    muon = config.optimizer.model_copy(update={"name": "muon"})
+    with pytest.raises(ConfigError, match="Muon updates whole matrices"):
+        resolve_here(config.model_copy(update={"optimizer": muon}), ["a", "a"])

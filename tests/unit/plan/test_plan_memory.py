@@ -8,8 +8,10 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.cli.terminal.progress import Progress
 from mpitrain.errors import ConfigError
-from mpitrain.run.build import build
+from mpitrain.run.build import alone, build
+from mpitrain.run.count.step import Counter
 from mpitrain.tools.plan.memory import count, ranks_of, table
+from mpitrain.tools.plan.unit_counts import keeps
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
@@ -94,6 +96,12 @@ def test_units_without_a_backward_save_nothing_and_are_counted():
     stages = count(configured(*settings)).stages
     frozen = [unit for stage in stages for unit in stage.units][1:4]
     assert all(unit.saved == unit.pending == 0 < unit.flops for unit in frozen)
+
+
+def test_each_unit_keeps_its_input_if_a_recomputed_segment_begins_with_it():
+    job = alone(configured(*DEEP, "memory.recompute=2"), ["a"])
+    kept = [has_input for has_input, _ in keeps(Counter(job))]
+    assert kept[:-1] == [True] * (len(kept) - 1)
 
 
 def test_a_segment_of_units_saves_one_input():
